@@ -16,7 +16,7 @@ class TandemError(Exception):
     exit_code = 1
 
     def __str__(self) -> str:
-        """Return the message without passwords in URLs and values from the environment."""
+        """Return the message, without passwords in URLs and without values from the environment."""
         return scrubbed(super().__str__())
 
 
@@ -25,7 +25,7 @@ class ConfigError(TandemError):
 
 
 class MachineError(ConfigError):
-    """This machine cannot do what the configuration asks for. Another machine may."""
+    """This machine cannot do what the configuration asks for. Another machine may be able to."""
 
 
 class DataError(TandemError):
@@ -49,17 +49,17 @@ class DiskError(TandemError):
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of another library's error on one line, shortened and without its final period.
+    """Return the message of an error from another library, on one line, shortened and without its final period.
 
-    An error without a message gives the name of its type.
+    If the message is empty, return the name of the error's type.
     """
     return " ".join(str(error).split())[:MAX_QUOTED_CHARACTERS].rstrip(".") or type(error).__name__
 
 
 def full_disk(error: BaseException | None) -> OSError | None:
-    """Return the "disk full" error of the system that caused `error`, or None.
+    """Return the "disk full" error of the operating system that caused `error`, or None if `error` has another cause.
 
-    torch raises another error while it handles the system's; safetensors only quotes the text of the system's error.
+    torch raises a different error while it handles the system's error. safetensors raises an error that quotes the system's text.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -72,7 +72,7 @@ def full_disk(error: BaseException | None) -> OSError | None:
 
 @contextmanager
 def writing(place: object) -> Iterator[None]:
-    """Add the path `place` to a "disk full" error that is raised inside the context and has no path."""
+    """Add the path `place` to a "disk full" error that is raised inside this context, if the error has no path."""
     try:
         yield
     except Exception as error:
@@ -83,7 +83,7 @@ def writing(place: object) -> Iterator[None]:
 
 
 class StoppedError(TandemError):
-    """The run stopped because of a signal or its time limit, and can be resumed. The exit code after Ctrl-C is 130."""
+    """The run stopped because of a signal or its time limit, and can be resumed. The exit code is 143, or 130 after Ctrl-C."""
 
     exit_code = 143
 
@@ -93,11 +93,11 @@ class StoppedError(TandemError):
 
 
 class Terminated(BaseException):
-    """A signal ends the process now. Like KeyboardInterrupt, this is not an Exception, so that error handlers do not catch it."""
+    """Raised when a signal must end the process at once. Not an Exception, so that error handlers do not catch it."""
 
 
 class AuditError(TandemError):
-    """The packed model and the plain model compute different results. Nothing was trained."""
+    """The model computes different log-probabilities in packs than in its plain forward pass. Nothing was trained."""
 
     exit_code = 1
 
@@ -109,7 +109,7 @@ class RanksDifferError(TandemError):
 
 
 class DefectError(TandemError):
-    """An internal error of tandem. The run ends, and the current step is not saved."""
+    """A bug in tandem was detected. The run ends, and the current step is not saved."""
 
     exit_code = 1
 

@@ -1,7 +1,8 @@
-"""Points where tests can kill the process or simulate a full disk, to test recovery (`tandem fail-points` lists them).
+"""Points at which tests can kill the process or simulate a full disk, to test recovery. `tandem fail-points` lists them.
 
-`TANDEM_FAIL_AT=checkpoint.rename` kills the process just before a checkpoint is renamed; `checkpoint.rename:2` does so the
-second time; `checkpoint.rename:2=disk_full` raises a "disk full" error instead. Without the variable a point does nothing.
+`TANDEM_FAIL_AT=checkpoint.rename` kills the process just before a checkpoint is renamed. `checkpoint.rename:2` kills it before
+the second rename. `checkpoint.rename:2=disk_full` raises a "disk full" error instead. If the variable is not set, nothing
+happens.
 """
 
 import errno
@@ -73,7 +74,7 @@ _requested: _RequestedFailure | None = None
 
 
 def read_fail_point() -> None:
-    """Read TANDEM_FAIL_AT from the environment; ConfigError if it does not name a fail point."""
+    """Read TANDEM_FAIL_AT from the environment. Raise ConfigError if it does not name a fail point."""
     global _requested
     _requested = _parse(os.environ.get(VARIABLE, ""))
 

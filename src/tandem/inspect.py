@@ -228,7 +228,7 @@ def _truncation_note(preference: TokenizedPreference, longer: TokenStore, overlo
 def _preference_at(
     row: str, path: str, store: TokenStore, config: Config, without_limit: Callable[[], TokenStore]
 ) -> tuple[TokenizedPreference, str | None]:
-    """Return (preference, note) for a row. The note says how training handles an over-long preference; otherwise it is None."""
+    """Return (preference, note) for a row. The note says how training handles an over-long preference, and is None otherwise."""
     if (index := _find(store, row)) is not None:
         return store[index], None
     reject = _reject(row, path, store)
@@ -253,7 +253,7 @@ def _is_at(place: str, row: str) -> bool:
 
 
 def _reject(row: str, path: str, store: TokenStore) -> dict[str, str]:
-    """Return the entry of a row in rejects.jsonl. Raise a DataError if the data has no such row."""
+    """Return the entry for a row in rejects.jsonl, which lists the rows left out. Raise a DataError if there is no such row."""
     rejects = [json.loads(line) for line in (store.folder / "rejects.jsonl").read_text("utf-8").splitlines()]
     if found := next((reject for reject in rejects if _is_at(reject["place"], row)), None):
         return found

@@ -1,4 +1,4 @@
-"""Environment variables that disable telemetry, and keep Python from importing modules from the working directory."""
+"""Sets environment variables that disable telemetry and keep Python from importing modules from the working directory."""
 
 import os
 from collections.abc import Iterator
@@ -16,13 +16,16 @@ SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 
 
 def isolated_environment() -> dict[str, str]:
-    """The environment to start a child process with."""
+    """Return the environment to start child processes with: the current one plus NO_TELEMETRY and SAFE_PATH."""
     return {**os.environ, **NO_TELEMETRY, **SAFE_PATH}
 
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Set these variables for this process and its children. Enter it before importing packages that send telemetry."""
+    """Set the variables of NO_TELEMETRY and SAFE_PATH inside this context.
+
+    Enter the context before packages that send telemetry are imported.
+    """
     before = dict(os.environ)
     os.environ.update(isolated_environment())
     try:

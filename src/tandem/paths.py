@@ -16,9 +16,9 @@ from tandem.train.run.directory import choose_run_dir, is_finished, refuse_links
 
 
 def check_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> None:
-    """Check the paths of a run. `per_pair`: the file for results per pair, or None.
+    """Raise an error if a path of a run is wrong. `per_pair`: the file to which results per pair are written, or None.
 
-    A finished run does not need its model and data, unless `per_pair` is given.
+    If the run is finished and `per_pair` is None, the model and the data are not needed, and their paths are not checked.
     """
     if per_pair is not None:
         from tandem.report.per_pair import check_per_pair

@@ -158,9 +158,9 @@ def _write_folders(
     output: Path | None,
     to_nemo: Path | None,
 ) -> dict[str, str]:
-    """Write the prepared folders to `output` and the NeMo files to `to_nemo`, if given. Return a dict from set name to folder.
+    """Write each set as a prepared folder to `output`, and as NeMo files to `to_nemo`, unless these are None.
 
-    Without `output`, the folder of a set is in the cache.
+    Return a dict from set name to folder. Without `output`, the folder of a set is in the cache.
     """
     folders = {name: str(store.folder) for name, store in sets.read.items()}
     if to_nemo is not None:
@@ -180,7 +180,7 @@ def _write_folders(
 
 
 def prepare_from_nemo(config: Config, file: Path, output: Path) -> Preflight:
-    """Import a packed file of NeMo Aligner as a prepared folder."""
+    """Import a packed file of NeMo Aligner as a prepared folder, and return a summary of the imported set."""
     check_output("--output-dir", output)
     folder, source = output / "train", find_model(config.policy)
     store = import_nemo(file, folder, config.data, config.policy.max_total_sequence_length)
@@ -226,7 +226,7 @@ def training_arguments(loaded: LoadedConfig, found: Preflight, output: Path) -> 
 
 
 def _pack_set(store: Preferences, config: Config, pack_sizes: Sequence[int]) -> list[tuple[Packer, Bins]]:
-    """Pack a set once for each length in `pack_sizes`. If there are none, pack it with the configured pack length."""
+    """Pack a set once for each length in `pack_sizes`. If `pack_sizes` is empty, use the configured pack length."""
     longest = int(store.longest.argmax())
     if pack_sizes and store.longest[longest] > min(pack_sizes):
         raise ConfigError(

@@ -60,5 +60,5 @@ def test_prompts_need_a_validation_set(tmp_path):
         short_run(tmp_path / "run", *SETTINGS, f"data.train.data_path={file}", "policy.train_global_batch_size=1")
     assert str(refused.value) == (
         "logger.num_val_samples_to_print = 2, but there is no validation set to take prompts from. Set data.validation, or "
-        "set it to 0."
+        "set the number to 0."
     )

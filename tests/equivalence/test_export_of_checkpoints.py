@@ -279,7 +279,7 @@ def test_a_run_without_checkpoints_is_refused(run):
 def test_an_unknown_step_is_refused_with_those_that_exist(made):
     for asked in ("step_3", "3", "first"):
         assert refused(made, checkpoint=asked) == (
-            f"--checkpoint {asked}: {made}/checkpoints has no such checkpoint. It has step_2, step_4; or use best or latest."
+            f"--checkpoint {asked}: {made}/checkpoints has no such checkpoint. Use best, latest, or one of these: step_2, step_4."
         )
     place = made / "checkpoints/step_2"
     assert (
@@ -311,14 +311,14 @@ def test_a_start_model_that_changed_is_refused(tmp_path):
         export(run)
     assert str(error.value) == (
         f"{run}/checkpoints/step_4: the start model, {base}, changed since this checkpoint was saved, so the trained model "
-        "cannot be rebuilt exactly. Restore it."
+        "cannot be rebuilt exactly. Restore the start model."
     )
 
 
-@pytest.mark.parametrize(("form", "no"), [("adapter", "to export"), ("merged", "to merge")])
-def test_adapters_of_a_run_that_has_none_are_refused(made, form, no):
+@pytest.mark.parametrize(("form", "use"), [("adapter", "export"), ("merged", "merge")])
+def test_adapters_of_a_run_that_has_none_are_refused(made, form, use):
     assert refused(made, form=form) == (
-        f"--{form}: {made} trained all weights, not adapters, so there are none {no}. Leave it out."
+        f"--{form}: {made} trained all weights, so there are no adapters to {use}. Leave out --{form}."
     )
 
 
@@ -344,7 +344,7 @@ def test_options_that_cannot_work_are_refused(made, monkeypatch, capsys):
     )
     assert refused(made, max_shard_size="big") == "--max-shard-size big: not a size. Write 5GB or 500MB, for example."
     assert refused(made, dry_run=True) == (
-        "--dry-run lists what --push-to-hub would upload. Add --push-to-hub REPO, or leave it out."
+        "--dry-run lists what --push-to-hub would upload. Add --push-to-hub REPO, or leave out --dry-run."
     )
     code, _, err = tandem(monkeypatch, capsys, "export", str(made), "--adapter", "--merged")
     assert (code, err) == (2, "tandem: error: --adapter and --merged exclude each other. Leave out one of them.\n")
@@ -363,6 +363,8 @@ def test_a_full_disk_leaves_nothing_behind(run, monkeypatch, capsys):
 
 def test_a_checkpoint_without_its_run_needs_a_place_to_go(made, tmp_path):
     place = shutil.copytree(made / "checkpoints/step_2", tmp_path / "step_2")
-    assert refused(place) == f"{place}: not in the directory of a run, so there is no default place. Add --out DIR."
+    assert (
+        refused(place) == f"{place}: not in the directory of a run, so the export has no default folder. Add --out DIR."
+    )
     done = export(place, out=tmp_path / "out", measured=False)
     assert (done.step, (tmp_path / "out/model.safetensors").is_file()) == (2, True)

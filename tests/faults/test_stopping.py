@@ -254,7 +254,7 @@ def test_a_limit_without_checkpoints_is_refused():
         load_config(None, ["checkpointing.enabled=false", "checkpointing.checkpoint_must_save_by='01:00:00'"])
     assert str(caught.value) == (
         "command line: checkpointing.checkpoint_must_save_by = 01:00:00 needs checkpoints, but checkpointing.enabled=false: the "
-        "run would stop without saving. Set checkpointing.enabled=true, or remove this key."
+        "run would stop without saving. Set checkpointing.enabled=true, or leave out this key."
     )
 
 

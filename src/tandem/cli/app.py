@@ -1,4 +1,4 @@
-"""The application that commands register with, and the options that several commands share."""
+"""The Typer application that commands register with, and the options that several commands share."""
 
 import os
 from typing import Annotated, Any
@@ -12,11 +12,14 @@ from tandem.terminal.commands import key_of, override
 
 
 class Interrupted(Exception):
-    """The user pressed Ctrl-C. The message is a hint about the files that the command leaves."""
+    """The user pressed Ctrl-C. The message says what happened to the command's files; it may be empty."""
 
 
 class CommandGroup(TyperGroup):
-    """Raises Interrupted on Ctrl-C, so that `main` can print a message. Typer would exit silently."""
+    """A group of commands that raises Interrupted on Ctrl-C, so that `main` can print a message.
+
+    Typer alone would exit silently.
+    """
 
     def list_commands(self, ctx: typer.Context) -> list[str]:
         return [name for name in HELP_ORDER if name in self.commands]
@@ -45,7 +48,7 @@ app = typer.Typer(
 
 
 def expand_home_callback(path: str | None) -> str | None:
-    """Expand ~ in the value of an option, which shells do not do in --option=~/path."""
+    """Expand ~ in the value of an option. Shells do not expand ~ in --option=~/path."""
     from tandem.config.sections.section import expand_home
 
     return None if path is None else expand_home(path)
@@ -75,7 +78,10 @@ AllowEnv = Annotated[
 
 
 def with_option(overrides: list[str], option: str, key: str, value: str | int | None) -> list[str]:
-    """Add the override key=value for an option. Refuse the option if an override sets the same key."""
+    """Return `overrides` plus the override key=value. If `value` is None, return `overrides` unchanged.
+
+    Raise ConfigError if `overrides` already sets `key`. `option`: the command-line option that gave the value, for the message.
+    """
     if value is None:
         return overrides
     if given := next((one for one in overrides if key_of(one) == key), None):

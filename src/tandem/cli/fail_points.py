@@ -1,11 +1,14 @@
-"""`tandem fail-points`: lists where tests can kill the process. For developers of tandem, so --help does not show it."""
+"""`tandem fail-points`: lists the points at which tests can kill the process.
+
+The command is for developers of tandem, so --help does not show it.
+"""
 
 from tandem.cli.app import app
 
 
 @app.command("fail-points", hidden=True)
 def fail_points() -> None:
-    """List the points where TANDEM_FAIL_AT=POINT[:COUNT][=disk_full] kills the process, to test recovery."""
+    """List the points at which TANDEM_FAIL_AT=POINT[:COUNT][=disk_full] makes the process fail, to test recovery."""
     from tandem.failpoints import POINTS
 
     width = max(map(len, POINTS))

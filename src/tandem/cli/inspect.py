@@ -48,7 +48,7 @@ def inspect_row(
 ) -> None:
     """Show one row of a data file as the model will see it.
 
-    Prints all its tokens, including special tokens, and marks those that the loss scores.
+    Prints all tokens of the row, including special tokens, and marks the tokens that the loss scores.
     """
     from tandem.config.load import load_config
     from tandem.config.sections.section import EMBEDDED

@@ -1,4 +1,4 @@
-"""The command `tandem`: parses arguments, runs the command and exits. Imports heavy modules only when needed."""
+"""The entry point of `tandem`: parses arguments, runs the command and exits. Imports heavy modules only when needed."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ from tandem.terminal.streams import print_error, print_traceback, watched_stream
 
 
 def main() -> None:
-    """Run the command. User errors end in one message and an exit code, without a traceback."""
+    """Run the command that the arguments name. User errors end in one message and an exit code, without a traceback."""
     sys.excepthook = print_traceback
     with isolated(), watched_streams():
         _run_command()
@@ -57,7 +57,10 @@ def _run_command() -> None:
 
 
 def _is_lost_rank(error: Exception) -> bool:
-    """Whether communication with another rank failed. Gloo raises a plain RuntimeError."""
+    """Whether `error` means that another rank ended.
+
+    Gloo then raises a plain RuntimeError, so the text of the error is checked.
+    """
     return (
         is_distributed()
         and isinstance(error, RuntimeError)
@@ -71,7 +74,7 @@ def _fail(error: TandemError) -> None:
 
 
 def _exit(exit_code: int) -> None:
-    """Exit. With several ranks, skip the teardown, because threads that wait for lost ranks would abort the process."""
+    """Exit the process. With several ranks, skip Python's shutdown: threads that wait for a lost rank would abort the process."""
     if is_distributed():
         sys.stdout.flush()
         sys.stderr.flush()

@@ -57,7 +57,7 @@ def prepare(
 ) -> None:
     """Tokenise and pack the data, and report what it contains.
 
-    Stops with the same errors as training, and stores the results, so that training starts sooner.
+    Finds the same errors in the data as `tandem train`, and stores the results, so that training starts sooner.
     """
     from tandem.config.load import load_config
 
@@ -78,7 +78,7 @@ def prepare(
 
 
 def _convert_packs(loaded: "LoadedConfig", file: Path, output: Path | None, verbosity: "Verbosity") -> None:
-    """Convert a file of packs of NeMo Aligner to a dataset in the folder `output`."""
+    """Convert a NeMo Aligner file of packs to a dataset in the folder `output`."""
     from tandem.config.sections.section import EMBEDDED
 
     if [one.data_path for one in loaded.config.data.training_sets] != [EMBEDDED]:
@@ -102,7 +102,7 @@ def _prepare_sets(
     verbosity: "Verbosity",
     as_json: bool,
 ) -> None:
-    """Prepare the datasets of the configuration, and print the report."""
+    """Prepare the datasets that the configuration names, and print the report."""
     from tandem.config.load import require_training_set
     from tandem.paths import check_output, check_paths
 
@@ -130,7 +130,7 @@ def _announce_loading(verbosity: "Verbosity") -> "Reporter":
 
 
 def _parse_lengths(given: str | None) -> list[int]:
-    """Parse --pack-sizes. "8192,4096" -> [4096, 8192]"""
+    """Parse --pack-sizes: "8192,4096" is returned as [4096, 8192]."""
     from tandem.config.sections.policy import LONGEST_PACK
 
     try:

@@ -83,7 +83,7 @@ def _load_checked(
 
 @contextmanager
 def _reported_once_per_machine() -> Iterator[None]:
-    """Let one rank per machine report an error that every rank raises; the others exit silently."""
+    """Inside this context, let local rank 0 of each machine report an error that every rank raises. Other ranks exit silently."""
     try:
         yield
     except TandemError as error:

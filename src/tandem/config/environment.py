@@ -1,4 +1,4 @@
-"""Finds the environment variables that a configuration reads, hides their values, and checks which are sent to servers."""
+"""Finds the environment variables that a configuration reads, hides their values, and checks which ones are sent to servers."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from tandem.config.yaml_text import MAX_CHARACTERS, MAX_VALUES
 from tandem.errors import ConfigError
 from tandem.terminal.printable import SECRETS
 
-Place = tuple[Any, ...]  # path of a value: keys, and indices of list items
+Place = tuple[Any, ...]  # path of a value: the keys, and the indices of list items, that lead to it
 
 # Text that may name a model or dataset on the hub, if no such path exists.
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
@@ -37,7 +37,10 @@ _reading: ContextVar[set[str] | None] = ContextVar("_reading", default=None)
 
 @dataclass(frozen=True, slots=True)
 class Interpolated:
-    """A value with interpolations: its place, the text in the file, and the environment variables it reads."""
+    """A configuration value that contains interpolations, ${...}.
+
+    Has the path of the value, its text in the file, and the environment variables that are read to resolve it.
+    """
 
     place: Place
     written: str
@@ -49,7 +52,10 @@ class Interpolated:
 
 
 def interpolations(tree: dict[str, Any], everything: DictConfig) -> list[Interpolated]:
-    """List the values of a tree that have interpolations. everything: the tree merged over the defaults."""
+    """Return the values in `tree` that contain interpolations.
+
+    `everything`: `tree` merged over the default configuration. Interpolations may refer to any of its values.
+    """
     OmegaConf.register_new_resolver("oc.env", _env, replace=True)
     return [
         Interpolated(place, written, _variables(everything, place))
@@ -59,9 +65,10 @@ def interpolations(tree: dict[str, Any], everything: DictConfig) -> list[Interpo
 
 
 def as_written(tree: dict[str, Any]) -> dict[Place, Any]:
-    """Return the values that must be shown unresolved: all that have interpolations, if any uses a resolver such as oc.env.
+    """Return a dict from path to unresolved value, for the values that must not be shown resolved.
 
-    The result of a resolver may be a secret, and other interpolations may refer to it.
+    A resolver such as oc.env may return a secret, and any interpolation may refer to that secret. So if an interpolation calls a
+    resolver, the dict has all values that contain interpolations. Otherwise the dict is empty.
     """
     values = {place: value for place, value in _values(tree) if any("${" in text for _, text in _texts(value))}
     uses_resolver = any(":" in text.partition("${")[2] for value in values.values() for _, text in _texts(value))
@@ -71,10 +78,10 @@ def as_written(tree: dict[str, Any]) -> dict[Place, Any]:
 def check_sent_variables(
     config: Config, found: list[Interpolated], origins: Mapping[Place, str], allowed: Collection[str]
 ) -> tuple[str, ...]:
-    """Return the environment variables that are sent to a tracker or the hub. Refuse those that a file must not send.
+    """Return the names of the environment variables whose values are sent to a tracker or the hub.
 
-    origins: the file that each value came from. Values given on the command line are not in it; they may be sent.
-    allowed: the variables that files may send.
+    Raise ConfigError if a value from a file sends a variable that is not in `allowed`. Values from the command line may send any
+    variable. `origins`: the file that each value came from; values from the command line are not in it.
     """
     sent_places = list(_sent_places(config))
     sent: set[str] = set()
@@ -95,7 +102,7 @@ def check_sent_variables(
 
 
 def _sent_places(config: Config) -> Iterator[Place]:
-    """Places of the values that this configuration sends to trackers or to the hub."""
+    """Yield the paths of the configuration values that are sent to trackers or to the hub."""
     logger = config.logger
     uri = logger.mlflow.tracking_uri
     mlflow = logger.mlflow_enabled and not (uri or "").startswith(LOCAL_MLFLOW)
@@ -123,7 +130,7 @@ def _sent_places(config: Config) -> Iterator[Place]:
 
 
 def _is_in_name(path: str) -> bool:
-    """Whether the last part of a path may contain an interpolation. ${oc.env:SCRATCH}/runs/a -> False"""
+    """Whether the last component of `path` may contain an interpolation. False for ${oc.env:SCRATCH}/runs/a"""
     name = path.rpartition("/")[2]
     return name in ("", ".", "..") or "${" in name or "}" in name
 
@@ -146,7 +153,7 @@ def _is_on_hub(name: str | None) -> bool:
 
 
 def _variables(everything: DictConfig, place: Place) -> frozenset[str]:
-    """Environment variables that a value reads, directly or through other interpolations."""
+    """Return the environment variables that a value reads, directly or through other interpolations."""
     with _record_variables() as names:
         value: Any = everything
         for part in place:
@@ -158,7 +165,7 @@ def _variables(everything: DictConfig, place: Place) -> frozenset[str]:
 
 @contextmanager
 def _record_variables() -> Iterator[set[str]]:
-    """Yield a set. The names of the environment variables that are read inside the context are added to it."""
+    """Yield a set. Inside this context, the name of every environment variable that oc.env reads is added to the set."""
     names: set[str] = set()
     token = _reading.set(names)
     try:
@@ -179,14 +186,17 @@ def _env(*arguments: Any) -> str | None:
 
 @cache
 def _words() -> frozenset[str]:
-    """Words of the schema, such as float32. They are not hidden, even if they are the value of a variable."""
+    """Return the words of the schema, such as float32.
+
+    They are never hidden, even if an environment variable has such a value.
+    """
     keys = " ".join(f"{key.name} {key.type} {key.default}" for key in all_keys())
     words = re.findall(r"[\w-]+(?:\.[\w-]+)*", keys)
     return frozenset([*words, *(part for word in words for part in word.split(".")), *METRICS])
 
 
 def _values(tree: dict[Any, Any], above: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """Yield the leaves of nested mappings. {"a": {"b": [1]}} -> (("a", "b"), [1])"""
+    """Yield each leaf of nested dicts with its path: {"a": {"b": [1]}} yields (("a", "b"), [1])."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from _values(value, (*above, key))
@@ -195,7 +205,7 @@ def _values(tree: dict[Any, Any], above: Place = ()) -> Iterator[tuple[Place, An
 
 
 def _texts(value: Any, above: Place = ()) -> Iterator[tuple[Place, str]]:
-    """Yield all text inside mappings and lists. {"a": ["b"]} -> (("a", 0), "b")"""
+    """Yield each string in nested dicts and lists with its path: {"a": ["b"]} yields (("a", 0), "b")."""
     if isinstance(value, str):
         yield above, value
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -208,7 +218,7 @@ MAX_RESOLVED = 2_000  # most interpolations to resolve, repeats included; each t
 
 @dataclass(slots=True)
 class _ResolutionCost:
-    """The number of interpolations resolved so far, and the size of the results."""
+    """How many interpolations were resolved so far, and how large the results are."""
 
     resolved: int = 0
     values: int = 0
@@ -227,7 +237,7 @@ class _ResolutionCost:
 
     def check(self) -> None:
         if self.is_too_much():
-            raise ValueError("too much")
+            raise ValueError("interpolations expand to more than the limit")
 
     def _measure(self, value: Any) -> None:
         self.values += 1
@@ -238,9 +248,10 @@ class _ResolutionCost:
 
 @contextmanager
 def limited_resolution() -> Iterator[None]:
-    """Limit how much OmegaConf may resolve inside the context. A small file can expand to any size.
+    """Raise ConfigError if OmegaConf resolves too much inside this context. A small file can expand to any size.
 
-    With a: ${b}${b}, b: ${c}${c} and c: x, resolving a resolves b twice and c four times, because OmegaConf does not cache.
+    Example: with a: ${b}${b}, b: ${c}${c} and c: x, resolving a resolves b twice and c four times, because OmegaConf does not
+    cache.
     """
     resolve, spent = Container.resolve_parse_tree, _ResolutionCost()
 

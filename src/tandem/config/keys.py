@@ -44,20 +44,20 @@ def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[Key]:
 
 @cache
 def key_names() -> frozenset[str]:
-    """Names of all keys, of the sections that hold them, and of the settings of named schedules."""
+    """Return the names of all keys, of all sections, and of the settings of named schedules."""
     names = {key.name for key in all_keys()}
     names |= {f"policy.scheduler.{name}" for schedule in NAMED.values() for name in schedule.model_fields}
     return frozenset(names) | {name.rsplit(".", i)[0] for name in names for i in range(1, name.count(".") + 1)}
 
 
 def as_markdown() -> str:
-    """The table of docs/keys.md."""
+    """Return the table in docs/keys.md, with one row per key."""
     rows = [f"| `{k.name}` | {k.type} | {k.default} | {k.meaning} |" for k in all_keys()]
     return "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows])
 
 
 def with_table(page: str, name: str, table: str) -> str:
-    """The text of a page with `table` between its markers `<!-- NAME:begin -->` and `<!-- NAME:end -->`."""
+    """Return `page` with `table` inserted between the markers `<!-- NAME:begin -->` and `<!-- NAME:end -->`."""
     begin, end = f"<!-- {name}:begin -->\n", f"\n<!-- {name}:end -->"
     if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
         raise ValueError(f"the page needs the markers {begin.strip()} and {end.strip()}, once each and in this order")

@@ -1,4 +1,4 @@
-"""Reads YAML files, `defaults:` and overrides; returns a validated Config and the origin of each value."""
+"""Loads a configuration: reads YAML files and their `defaults:`, applies overrides, and validates the result."""
 
 import json
 import os
@@ -38,7 +38,7 @@ MODEL_OR_DATA = ("policy.model_name.", "data.train.", "data.validation.", "data.
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """The validated configuration, and the file (or command line) that each key came from."""
+    """The validated configuration, and where each key was set: in a file or on the command line."""
 
     config: Config
     origins: dict[str, str]
@@ -50,13 +50,13 @@ class LoadedConfig:
 
     @property
     def options(self) -> list[str]:
-        """The --allow-env options that a command needs to read this configuration from a file."""
+        """The --allow-env options that a command needs if it reads this configuration from a file."""
         return [part for name in self.sent_variables for part in ("--allow-env", name)]
 
     def as_yaml(self) -> str:
-        """The resolved configuration, without values from the environment.
+        """Return the resolved configuration as YAML. Values from the environment are shown as interpolations, ${...}.
 
-        If the user still has to give a training set, data.train is left out: its default selects the bundled pairs.
+        If the user must still choose a training set, data.train is left out, because its default is the bundled pairs.
         """
         tree = self.config.model_dump()
         if any(place[:2] == ("data", "default") for place in self.from_environment):
@@ -71,7 +71,7 @@ class LoadedConfig:
 def load_config(file: str | None, overrides: Sequence[str], allow_env: Collection[str] = ()) -> LoadedConfig:
     """Read a file (or the embedded default), apply Hydra-style overrides, and validate the result.
 
-    allow_env: environment variables that a file may send to trackers or the hub.
+    `allow_env`: environment variables whose values a file may send to trackers or the hub.
     """
     SECRETS.clear()
     parsed = [_parse(override) for override in overrides]
@@ -98,7 +98,10 @@ def load_config(file: str | None, overrides: Sequence[str], allow_env: Collectio
 
 
 def require_training_set(config: Config) -> None:
-    """Refuse the user's own model or validation set without a training set: the default would be the bundled pairs."""
+    """Raise ConfigError if a model or a validation set is given, but no training set.
+
+    Without a training set, the run would train on the bundled pairs.
+    """
     if (given := _setting_that_needs_training_set(config)) is not None:
         raise ConfigError(
             f"{given}, but no training set is given, so the run would use the bundled pairs. Set "
@@ -107,7 +110,7 @@ def require_training_set(config: Config) -> None:
 
 
 def _setting_that_needs_training_set(config: Config) -> str | None:
-    """The user's own model or validation set, as "key = value", if there is one but no training set. Otherwise None."""
+    """If no training set is given, return the user's own model or validation set as "key = value". Otherwise None."""
     data = config.data
     own = {"policy.model_name": config.policy.model_name, "data.default.data_path": data.default.data_path}
     own |= {"data.validation": data.validation.data_path or data.validation.dataset_name} if data.validation else {}
@@ -128,9 +131,10 @@ def _start_without_file(parsed: list[Override]) -> TreeAndOrigins:
 
 
 def _read(path: Path, above: tuple[Path, ...], known: dict[Path, TreeAndOrigins]) -> TreeAndOrigins:
-    """Read a YAML file and merge it over the files in its `defaults:` (relative to it, later ones win, depth first).
+    """Read a YAML file and merge it over the files that its `defaults:` lists.
 
-    above: the files whose `defaults:` led to this one, to detect cycles. known: results, so that each file is read once.
+    Paths in `defaults:` are relative to the file, and later files override earlier ones. `above`: the chain of files whose
+    `defaults:` led to this file, to detect cycles. `known`: results by path, so that each file is read once.
     """
     path = resolve_config_path(path, above[-1] if above else None)
     if path in above:
@@ -168,7 +172,10 @@ def _read(path: Path, above: tuple[Path, ...], known: dict[Path, TreeAndOrigins]
 
 
 def _merge(below: dict[Any, Any], above: dict[Any, Any]) -> dict[Any, Any]:
-    """Merge `above` over `below`, key by key. A section with `_override_: true` replaces the section below."""
+    """Return `below` updated with `above`, key by key.
+
+    A section of `above` with `_override_: true` replaces the section of `below`.
+    """
     above = dict(above)
     merged = {} if above.pop("_override_", False) else dict(below)
     for key, value in above.items():
@@ -219,7 +226,7 @@ def _apply(override: Override, tree: dict[str, Any], origins: dict[str, str]) ->
 
 
 def _delete(key: str, tree: dict[str, Any]) -> None:
-    """Apply `~key`: an optional key becomes null; any other key is reset to its default."""
+    """Apply the override `~key`: set an optional key to null, and any other key to its default."""
     path = key.split(".")
     if key not in key_names() and not _holds(tree, path):
         raise ConfigError(f"override '~{key}': {describe_unknown_key(key)}")
@@ -256,7 +263,7 @@ def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value from Hydra, with quoted strings, to plain Python types."""
+    """Convert a value parsed by Hydra to plain Python types. Hydra represents quoted strings as objects."""
     if isinstance(value, dict):
         return {str(_plain(k)): _plain(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -266,13 +273,16 @@ def _plain(value: Any) -> Any:
 
 
 def _without_tildes(text: str) -> str:
-    """Replace ~ for the home directory in values, where Hydra does not accept it: data.train=~/pairs.jsonl"""
+    """Replace ~ in the value of an override, such as data.train=~/pairs.jsonl, with a placeholder that Hydra accepts."""
     key, equals, value = text.partition("=")
     return f"{key}{equals}{HOME_TILDE.sub(lambda found: found[1] or TILDE, value)}"
 
 
 def _refer_to_default(data: dict[str, Any]) -> None:
-    """Replace values inherited from data.default by references to data.default: they may come from the environment."""
+    """In each dataset, replace values that come from data.default with interpolations, ${data.default.NAME}.
+
+    Values from data.default may come from the environment, and must not be shown.
+    """
     train = data["train"] if isinstance(data["train"], list) else [data["train"]]
     for dataset in (*train, data["validation"] or {}, *data["val_data_paths"].values()):
         for name in dataset:
@@ -281,14 +291,14 @@ def _refer_to_default(data: dict[str, Any]) -> None:
 
 
 def _with_defaults(tree: dict[str, Any]) -> Any:
-    """Merge the tree over the defaults, so that interpolations can refer to default values."""
+    """Return `tree` merged over the default configuration, so that interpolations can refer to default values."""
     with _one_line_errors():
         return OmegaConf.create(_merge(Config().model_dump(), tree))
 
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Turn OmegaConf errors into a one-line ConfigError."""
+    """Turn OmegaConf's errors inside this context into a ConfigError with a message of one line."""
     try:
         yield
     except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
@@ -296,7 +306,7 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _given_part(given: dict[Any, Any], resolved: dict[Any, Any]) -> dict[Any, Any]:
-    """The resolved values of the keys in `given`, without defaults."""
+    """Return the part of `resolved` that the user set: only the keys in `given`, without defaults."""
     return {
         key: _given_part(value, resolved[key]) if isinstance(value, dict) else resolved[key]
         for key, value in given.items()

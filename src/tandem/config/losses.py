@@ -1,4 +1,4 @@
-"""Reports what the chosen losses need and which settings they support, from their declarations in loss/losses.py."""
+"""Reports what the chosen losses need and which settings they support, as declared in loss/losses.py."""
 
 import difflib
 import json
@@ -28,12 +28,12 @@ SFT_TERM = {
 
 
 def weights_of(chosen: ChosenLosses) -> dict[LossName, float]:
-    """The chosen losses with their weights; a name alone has weight 1."""
+    """Return a dict from each chosen loss to its weight. A loss given as a name alone has weight 1."""
     return chosen if isinstance(chosen, dict) else {chosen: 1.0}
 
 
 def spelled(chosen: ChosenLosses) -> str:
-    """The losses as text: "dpo", or "dpo x 1 + bco_pair x 0.2"."""
+    """Return the losses as text: "dpo", or "dpo x 1 + bco_pair x 0.2"."""
     return chosen if isinstance(chosen, str) else " + ".join(f"{name} x {weight:g}" for name, weight in chosen.items())
 
 
@@ -42,7 +42,7 @@ def needs_reference(chosen: ChosenLosses) -> bool:
 
 
 def averages(chosen: ChosenLosses) -> bool:
-    """Whether every chosen loss averages over completion length by definition."""
+    """Whether every chosen loss, by its definition, averages log-probabilities over the tokens of a completion."""
     return all(LOSSES[name].averages for name in weights_of(chosen))
 
 
@@ -51,7 +51,7 @@ def without_reference() -> list[LossName]:
 
 
 def is_dpo(chosen: ChosenLosses) -> bool:
-    """Whether dpo is the only loss, under any of its names."""
+    """Whether dpo, or its alias sigmoid, is the only chosen loss."""
     return {LOSSES[name].name for name in weights_of(chosen)} == {"dpo"}
 
 
@@ -60,12 +60,12 @@ def reads(chosen: ChosenLosses, key: str) -> bool:
 
 
 def supports(chosen: ChosenLosses, input_setting: str) -> bool:
-    """Whether every chosen loss supports a setting that changes the input of all losses."""
+    """Whether every chosen loss supports `input_setting`, such as ld_alpha: a setting that changes the inputs of all losses."""
     return all(input_setting in LOSSES[name].input_settings for name in weights_of(chosen))
 
 
 def lowers_chosen(chosen: ChosenLosses) -> bool:
-    """Whether one of the chosen losses lowers the log-probability of chosen completions by design."""
+    """Whether any chosen loss lowers the log-probability of chosen completions by design."""
     return any(LOSSES[name].lowers_chosen for name in weights_of(chosen))
 
 
@@ -78,7 +78,10 @@ def scope_of(chosen: ChosenLosses) -> Scope:
 
 
 def unsupported_column(chosen: ChosenLosses, column: str) -> tuple[str, str] | None:
-    """Why a chosen loss does not support a column of the data, and which losses do; None if all of them support it."""
+    """Return why a chosen loss does not support `column` of the data, and the losses that do.
+
+    None if all chosen losses support it.
+    """
     unsupported_by = [name for name in weights_of(chosen) if not LOSSES[name].supports_column(column)]
     if not unsupported_by:
         return None
@@ -92,9 +95,9 @@ def unsupported_column(chosen: ChosenLosses, column: str) -> tuple[str, str] | N
 
 
 def far_from_published(chosen: ChosenLosses, values: Mapping[str, Any]) -> list[str]:
-    """Warnings about settings at least ten times above or below the published values of the chosen losses.
+    """Return a warning for each setting at least ten times above or below the values published for a chosen loss.
 
-    values: the settings of section dpo. A setting of 0 turns its term off, and is not compared.
+    `values`: the settings of section dpo. A setting of 0 turns its term off, and is not compared.
     """
     reasons = []
     for name in weights_of(chosen):
@@ -117,7 +120,7 @@ def far_from_published(chosen: ChosenLosses, values: Mapping[str, Any]) -> list[
 
 
 def why_not_losses(chosen: Any) -> str | None:
-    """Why a value of dpo.preference_loss is not valid; None if it is a loss or a map of losses to weights."""
+    """Return why a value of dpo.preference_loss is invalid. Return None for a loss, or for a map of losses to weights."""
     if not isinstance(chosen, str | dict):
         return (
             f"dpo.preference_loss = {json.dumps(chosen, default=str)} is neither a loss nor a map of losses to weights. "
@@ -140,9 +143,9 @@ def why_not_losses(chosen: Any) -> str | None:
 
 
 def unsupported_settings(chosen: ChosenLosses, values: Mapping[str, Any], changed: Collection[str]) -> list[str]:
-    """Messages about settings that do not work with the chosen losses.
+    """Return a message for each setting that does not work with the chosen losses.
 
-    values: the settings of section dpo. changed: the keys with values other than their defaults.
+    `values`: the settings of section dpo. `changed`: the keys whose values are not their defaults.
     """
     names = list(weights_of(chosen))
     reasons = []
@@ -159,7 +162,7 @@ def unsupported_settings(chosen: ChosenLosses, values: Mapping[str, Any], change
 
 
 def _check_divergence(values: Mapping[str, Any]) -> list[str]:
-    """Why dpo.f_alpha does not work with dpo.f_divergence."""
+    """Return a list with the reason why dpo.f_alpha does not work with dpo.f_divergence; empty if it works."""
     is_alpha, has_order = values["f_divergence"] == "alpha", values["f_alpha"] != 1
     if has_order and not is_alpha:
         return [
@@ -191,6 +194,6 @@ def _no_effect(key: str, value: Any, unsupported_by: Iterable[str], readers: Ite
 
 
 def join_names(names: Iterable[str], last: Literal["and", "or"]) -> str:
-    """Join names: "a, b and c"."""
+    """Join names with commas, and the last two with `last`: "a, b and c"."""
     *most, final = names
     return f"{', '.join(most)} {last} {final}" if most else final

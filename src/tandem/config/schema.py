@@ -34,7 +34,7 @@ class Run(Section):
 
 
 class Reference(Section):
-    """The frozen model that the policy is compared with; by default the policy before training."""
+    """The frozen model that the policy is compared with. By default, the policy before training."""
 
     mode: Literal["cached", "live", "none"] = Field(
         default="cached",
@@ -53,7 +53,7 @@ class Reference(Section):
 
 
 class Export(Section):
-    """The model folder written at the end."""
+    """The model folder that is written at the end of a run."""
 
     checkpoint: Literal["latest", "best"] = Field(
         default="latest",
@@ -79,7 +79,7 @@ class Export(Section):
 
 
 class Cluster(Section):
-    """Devices and machines. Reserved: has no keys yet."""
+    """Reserved for devices and machines. Has no keys yet."""
 
 
 class Config(Section):
@@ -110,12 +110,12 @@ class Config(Section):
         if self.reference.model is not None and not needs_reference(self.dpo.preference_loss):
             raise ValueError(
                 f"reference.model = {self.reference.model} has no effect: dpo.preference_loss "
-                f"{spelled(self.dpo.preference_loss)} does not use a reference. Leave it out"
+                f"{spelled(self.dpo.preference_loss)} does not use a reference. Leave out reference.model"
             )
         if self.reference.mode == "live" and not needs_reference(self.dpo.preference_loss):
             raise ValueError(
                 f"reference.mode = live has no effect: dpo.preference_loss {spelled(self.dpo.preference_loss)} does not use "
-                "a reference. Leave it out"
+                "a reference. Leave out reference.mode"
             )
         return self
 
@@ -155,7 +155,7 @@ class Config(Section):
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a configuration file, for editors. Includes the key `defaults`, which the loader reads."""
+    """Return the JSON schema of configuration files, for editors. It includes `defaults`, which is not a key of Config."""
     schema = Config.model_json_schema()
     names = {"type": "array", "items": {"type": "string"}}
     schema["properties"]["defaults"] = {

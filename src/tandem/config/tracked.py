@@ -1,4 +1,4 @@
-"""Parses checkpointing.metric_name, in every spelling that NeMo RL has used, and checks the settings that depend on it."""
+"""Parses checkpointing.metric_name, in every spelling that NeMo RL has used, and checks settings that depend on the metric."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class TrackedMetric:
-    """A metric in metrics.jsonl: its split and its name."""
+    """A metric in metrics.jsonl: its split (train or validation-NAME) and its name."""
 
     split: str
     metric: str
@@ -39,7 +39,10 @@ class TrackedMetric:
 
 
 def check_direction(tracked: TrackedMetric | None, *, higher_is_better: bool) -> None:
-    """Refuse a value of higher_is_better that would keep the worst checkpoints. Unknown metrics are not checked."""
+    """Raise ConfigError if higher_is_better is wrong for the metric, so that the worst checkpoints would be kept.
+
+    Only accuracies, reward margins and losses are checked.
+    """
     if tracked is None:
         return
     higher = tracked.metric.endswith("accuracy") or tracked.metric.startswith("rewards_margin")
@@ -53,7 +56,7 @@ def check_direction(tracked: TrackedMetric | None, *, higher_is_better: bool) ->
 
 
 def check_early_stopping(dpo: Dpo, tracked: TrackedMetric | None, *, saves: bool) -> None:
-    """Refuse early stopping if the metric is never measured, or if the best weights would not be saved."""
+    """Raise ConfigError if early stopping cannot work: validation does not measure the metric, or no checkpoints are saved."""
     patience, val_period = dpo.early_stopping_patience, dpo.val_period
     if patience is None:
         return
@@ -71,7 +74,7 @@ def check_early_stopping(dpo: Dpo, tracked: TrackedMetric | None, *, saves: bool
 
 
 def check_exported_best(checkpoint: str, dpo: Dpo, tracked: TrackedMetric | None, *, saves: bool) -> None:
-    """Refuse export.checkpoint=best if no metric ranks the checkpoints, or if there are none."""
+    """Raise ConfigError for export.checkpoint=best if the run saves no checkpoints, or if no metric ranks them."""
     if checkpoint != "best":
         return
     if tracked is None:
@@ -86,10 +89,10 @@ def check_exported_best(checkpoint: str, dpo: Dpo, tracked: TrackedMetric | None
 
 
 def tracked_metric(name: str | None, validation: Sequence[str]) -> TrackedMetric | None:
-    """Parse checkpointing.metric_name; None if checkpoints are ranked by age, because there are no validation sets.
+    """Parse checkpointing.metric_name, such as val_loss, validation-default_loss, val:validation-default_loss or train:accuracy.
 
-    Accepts val_loss, validation-default_loss, val:validation-default_loss and train:accuracy, for example.
-    validation: names of the validation sets.
+    If `name` is None, return the loss on the first validation set. Return None if there are no validation sets either:
+    checkpoints are then ranked by age. `validation`: names of the validation sets.
     """
     if name is None:
         return TrackedMetric(f"validation-{validation[0]}", "loss") if validation else None

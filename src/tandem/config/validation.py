@@ -1,4 +1,4 @@
-"""Validates a tree of values. One message reports all errors, each with the file that the value came from."""
+"""Validates the values of a configuration. One message reports all errors, each with the file that sets the value."""
 
 import json
 import re
@@ -21,7 +21,7 @@ UNION_BRANCH = re.compile(
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings; an empty mapping is a value. {'a': {'b': 1}} -> {'a.b': 1}"""
+    """Return nested dicts as one dict with dotted keys: {'a': {'b': 1}} is returned as {'a.b': 1}. Empty dicts stay as values."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:
@@ -32,7 +32,10 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def validate(tree: dict[str, Any], origins: dict[str, str], hidden: dict[str, Any]) -> Config:
-    """Validate a tree of values. Errors name the origin of each value, and show the text in `hidden` instead of secret values."""
+    """Return the Config that a nested dict of values describes. Raise one ConfigError that reports all errors.
+
+    `origins`: the file that each key came from. `hidden`: text to show instead of values that may be secret, by key.
+    """
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -44,7 +47,10 @@ def validate(tree: dict[str, Any], origins: dict[str, str], hidden: dict[str, An
 
 
 def _split_unknown_section(error: Any) -> list[Any]:
-    """Replace the error for an unknown section by an error for each key that has a suggestion, if there are any."""
+    """Turn the error about an unknown section into one error for each key of the section that has a suggestion.
+
+    Any other error, or one about a section without suggestions, is returned unchanged.
+    """
     given = error["input"]
     if (
         error["type"] != "extra_forbidden"
@@ -57,7 +63,7 @@ def _split_unknown_section(error: Any) -> list[Any]:
 
 
 def _without_repeats(errors: list[Any]) -> list[Any]:
-    """Remove duplicate errors: an error in data.default is repeated for every dataset that inherits the value."""
+    """Remove duplicate errors. An error in data.default occurs again for every dataset that inherits the value."""
 
     def identify(error: Any) -> tuple[Any, str]:
         return error["loc"][-1:], repr(error["input"])
@@ -68,7 +74,10 @@ def _without_repeats(errors: list[Any]) -> list[Any]:
 
 
 def _join_errors(explained: list[tuple[str, str | None]], num_more: int = 0) -> str:
-    """Join errors into one line per value, up to SHOWN_ERRORS. A value of a union has a reason for each type it fails."""
+    """Join errors into a text with one line per invalid value, and at most SHOWN_ERRORS lines.
+
+    If a value fits no type of a union, there is an error for each type, and the reasons are joined on one line.
+    """
     reasons: dict[str, list[str]] = {}
     for mistake, reason in explained:
         known = reasons.setdefault(mistake, [])
@@ -80,7 +89,7 @@ def _join_errors(explained: list[tuple[str, str | None]], num_more: int = 0) -> 
 
 
 def _explain(error: Any, origins: dict[str, str], hidden: dict[str, Any]) -> tuple[str, str | None]:
-    """Return the text for an error, and the reason to append to it; None if the text includes the reason."""
+    """Return the message about an error, and a reason to append to it. The reason is None if the message is complete."""
     loc = [str(part) for part in error["loc"] if not UNION_BRANCH.match(str(part))]
     key = ".".join(loc)
     place = origin_of(key, origins)
@@ -100,7 +109,7 @@ def _explain(error: Any, origins: dict[str, str], hidden: dict[str, Any]) -> tup
 
 
 def origin_of(key: str, origins: dict[str, str]) -> str:
-    """Where the value of a key comes from; the command line, if it sets any part of the value."""
+    """Return the file that sets a key, or COMMAND_LINE if the command line sets the key or a part of its value."""
     found = [
         origin
         for known, origin in origins.items()

@@ -1,4 +1,4 @@
-"""Reads YAML, with limits on nesting, references and size; writes YAML without control characters."""
+"""Reads YAML files within limits on nesting, references and size. Writes YAML without control characters."""
 
 import re
 from collections.abc import Iterator
@@ -23,14 +23,18 @@ class YamlLimitError(ConfigError):
 
 
 def listed_in(by: Path | None) -> str:
-    """The part of a message that says which file lists a wrong path; empty if the user gave the path."""
+    """Return the end of a message about a wrong path: the file whose `defaults:` lists the path.
+
+    Empty if the user gave the path.
+    """
     return f", listed in `defaults:` of {by}. Correct the path" if by else ""
 
 
 def resolve_config_path(path: Path, by: Path | None) -> Path:
-    """Resolve the path of a configuration file. by: the file that lists it in `defaults:`; None if the user gave it.
+    """Resolve the path of a configuration file.
 
-    The user may give a pipe. A pipe in `defaults:` is refused, because reading it could block forever.
+    `by`: the file whose `defaults:` lists the path; None if the user gave the path. The user may give a pipe. A pipe in
+    `defaults:` is refused, because reading it could block forever.
     """
     try:
         path = path.resolve()
@@ -43,7 +47,7 @@ def resolve_config_path(path: Path, by: Path | None) -> Path:
 
 
 def read_yaml_text(path: Path) -> str:
-    """Read a YAML file and check it against the limits. Stops reading at the size limit."""
+    """Return the text of a YAML file. Raise YamlLimitError if it exceeds a limit. Stops reading at the size limit."""
     with path.open(encoding="utf-8") as file:
         text = file.read(MAX_CHARACTERS + 1)
     check_yaml(text)
@@ -51,13 +55,13 @@ def read_yaml_text(path: Path) -> str:
 
 
 def check_yaml(text: str) -> None:
-    """Refuse YAML that expands to far more memory than its text, or nests deeper than Python can recurse.
+    """Raise YamlLimitError if YAML would expand to far more memory than its text, or is nested deeper than Python can recurse.
 
-    Counts parser events, so nothing is expanded. With a: &a [x, x], b: &b [*a, *a] and c: [*b, *b], the list a has 3
-    values (itself and 2 items), b has 1 + 2 * 3 = 7, and c has 1 + 2 * 7 = 15.
+    Counts parser events, so nothing is expanded. With a: &a [x, x], b: &b [*a, *a] and c: [*b, *b], the list a has 3 values (the
+    list and 2 items), b has 1 + 2 * 3 = 7, and c has 1 + 2 * 7 = 15.
     """
     if len(text) > MAX_CHARACTERS:
-        raise YamlLimitError(f"it has more than {MAX_CHARACTERS:,} characters.")
+        raise YamlLimitError(f"the YAML has more than {MAX_CHARACTERS:,} characters.")
     known: dict[str, tuple[int, int]] = {}  # anchor -> number of values and levels
     names: list[str | None] = []  # anchors of the open lists and mappings
     values, levels = [0], [0]  # inside each open list or mapping; the first entry is for the file
@@ -72,7 +76,7 @@ def check_yaml(text: str) -> None:
             name, inside = names.pop(), (values.pop(), levels.pop() + 1)
         elif isinstance(event, yaml.AliasEvent):
             if name in names:
-                raise YamlLimitError(f"&{name} refers to itself.")
+                raise YamlLimitError(f"the anchor &{name} refers to itself.")
             inside = known.get(event.anchor, (1, 0))
         elif isinstance(event, yaml.ScalarEvent):
             _refuse_long_number(event)
@@ -83,16 +87,18 @@ def check_yaml(text: str) -> None:
         values[-1] += inside[0]
         levels[-1] = max(levels[-1], inside[1])
         if len(names) + levels[-1] > MAX_NESTING:
-            raise YamlLimitError(f"it is nested more than {MAX_NESTING} levels deep.")
+            raise YamlLimitError(f"the YAML is nested more than {MAX_NESTING} levels deep.")
         if values[-1] > MAX_VALUES:
-            raise YamlLimitError(f"it has more than {MAX_VALUES:,} values once its references (*name) are expanded.")
+            raise YamlLimitError(
+                f"the YAML has more than {MAX_VALUES:,} values once its references (*name) are expanded."
+            )
 
 
 def _refuse_long_number(event: yaml.ScalarEvent) -> None:
-    """Refuse integers with so many digits that Python raises an error when it prints them."""
+    """Raise YamlLimitError for an integer with so many digits that Python raises an error when it prints the number."""
     is_number = NUMBER.fullmatch(event.value) and (event.implicit[0] or event.tag == "tag:yaml.org,2002:int")
     if is_number and len(event.value) > MAX_DIGITS:
-        raise YamlLimitError(f"it has a number of more than {MAX_DIGITS:,} digits.")
+        raise YamlLimitError(f"the YAML has a number of more than {MAX_DIGITS:,} digits.")
 
 
 def is_scalar(text: str) -> bool:
@@ -102,18 +108,18 @@ def is_scalar(text: str) -> bool:
 
 
 def _events(text: str) -> Iterator[yaml.Event]:
-    """Yield parser events up to the first syntax error. Loading the file reports the error later."""
+    """Yield parser events up to the first syntax error. The error is reported later, when the file is loaded."""
     with suppress(yaml.YAMLError):
         yield from yaml.parse(text, Loader=yaml.SafeLoader)
 
 
 def to_yaml(tree: dict[str, Any]) -> str:
-    """Dump a tree as YAML. Text with control characters is written in double quotes, with YAML escapes."""
+    """Return nested dicts as YAML. Text with control characters is written in double quotes, with YAML escapes."""
     return escaped(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text that needs escapes in double quotes."""
+    """A YAML dumper that writes text in double quotes if it needs escapes."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         style = '"' if escaped(text) != text else None

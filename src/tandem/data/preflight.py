@@ -55,7 +55,7 @@ class Preflight:
 
 
 def preflights(sets: Sets) -> list[Preflight]:
-    """Summarise every set of the configuration, and every validation set that is held out of the training data."""
+    """Summarise every set of the configuration, and the part of the training data that is held out for validation, if any."""
     read = [
         preflight(name, store, None if name.startswith("train") else sets.train) for name, store in sets.read.items()
     ]
@@ -102,7 +102,10 @@ def warnings_of(found: Preflight) -> dict[str, str]:
 
 
 def warnings_about(name: str, notes: dict[str, int], noted_at: dict[str, str]) -> dict[str, str]:
-    """Return a dict from note to warning, for the notes that usually indicate a mistake in the data."""
+    """Return warnings about problems that usually are mistakes in the data, as a dict: problem -> warning.
+
+    `notes`: problem -> number of rows. `noted_at`: problem -> file and line of the first such row.
+    """
     texts = {
         TEMPLATED: (
             "tokens of a chat template",
@@ -144,7 +147,8 @@ def warnings_about(name: str, notes: dict[str, int], noted_at: dict[str, str]) -
 def _repeat_notes(sets: Sets) -> dict[str, dict[str, int]]:
     """Count the preferences of each training set that are also in an earlier training set.
 
-    Return a dict from set name to counts by note. Preferences with chosen and rejected swapped are counted separately.
+    Return a dict for each set: text for the user -> number of preferences. A text is, for example, "preferences that are
+    already in train-0". Preferences with chosen and rejected swapped are counted separately.
     """
     training = {name: store for name, store in sets.read.items() if name.startswith("train")}
     seen: dict[int, str] = {}

@@ -1,4 +1,7 @@
-"""Exports checkpoints that a configuration names as models, once, into the cache. `model/files/source.py` finds them there."""
+"""Exports checkpoints to the cache, if the configuration names them as models.
+
+`model/files/source.py` finds the exports in the cache, so each checkpoint is exported only once.
+"""
 
 import subprocess
 import sys
@@ -14,14 +17,15 @@ from tandem.isolation import isolated_environment
 from tandem.model.files.source import checkpoint_export
 from tandem.storage.cache import check_cache_dir, is_checkpoint
 
-# Variables that would make the child process a rank of the run that starts it, or fail where that run is to fail.
+# Environment variables that are not passed on: the child process is not a rank of this run, and must not fail where tests make
+# this run fail.
 OF_THIS_PROCESS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TANDEM_FAIL_AT")
 
 
 def export_named_checkpoints(config: Config, say: Callable[[str], None]) -> None:
-    """Export each checkpoint that policy.model_name or reference.model names, unless the cache holds it already.
+    """Export each checkpoint that policy.model_name or reference.model names, unless its export is already in the cache.
 
-    A process of its own exports it, so that nothing of it stays in memory and no rank waits inside it for another.
+    A separate process exports the checkpoint, so that this process uses no memory for it, and the export waits for no other rank.
     """
     named = {"policy.model_name": config.policy.model_name, "reference.model": config.reference.model}
     for key, name in named.items():

@@ -1,6 +1,7 @@
-"""The model card of an export: README.md with the front matter that the hub reads.
+"""Writes the text of an export's model card: README.md with the front matter that the Hugging Face hub reads.
 
-It shows names, never paths: a local model or data file by the last part of its path, and nothing from the environment.
+The card shows no directories: of a local model or data file, it shows only the last part of the path. Values that come from
+environment variables are not shown.
 """
 
 import json
@@ -45,7 +46,7 @@ FINGERPRINT_DIGITS = 12
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """A set that the run trained or validated on, as the card shows it."""
+    """What the card shows about a training or validation set."""
 
     split: str
     name: str
@@ -65,11 +66,11 @@ class CardFacts:
     data: Sequence[DataSet]
     records: Sequence[Record]  # the lines of metrics.jsonl
     exported: Sequence[ValidationReport] = field(default=())  # measured on the exported model
-    not_measured: str | None = None  # why there are none
+    not_measured: str | None = None  # why the exported model was not measured
 
 
 def model_card(facts: CardFacts) -> str:
-    """The text of README.md."""
+    """Return the text of README.md."""
     tree = yaml.safe_load(facts.loaded.as_yaml())  # without values from the environment
     licence = licence_of(facts.source.folder)
     sections = [
@@ -85,12 +86,12 @@ def model_card(facts: CardFacts) -> str:
 
 
 def data_sets(loaded: LoadedConfig, sets: Sets) -> list[DataSet]:
-    """The sets of a run whose data is at hand."""
+    """Return what the card shows about each set of a run whose data can be read."""
     names = _set_names(yaml.safe_load(loaded.as_yaml()))
     held_out = f"{loaded.config.data.validation_share:g} of the training preferences, held out"
     training = {split: store for split, store in sets.read.items() if split.startswith("train")}
     if loaded.config.data.validation_share and len(training) == 1:
-        training = {"train": sets.train}  # without those held out
+        training = {"train": sets.train}  # without the preferences held out for validation
     validation = {f"validation-{name}": store for name, store in sets.validation.items()}
     return [
         DataSet(split, names.get(split, held_out), int(store.num_pairs.sum()), store.fingerprint[:FINGERPRINT_DIGITS])
@@ -99,7 +100,10 @@ def data_sets(loaded: LoadedConfig, sets: Sets) -> list[DataSet]:
 
 
 def recorded_sets(loaded: LoadedConfig, fingerprints: dict[str, str], records: Sequence[Record]) -> list[DataSet]:
-    """The sets of a run whose data is gone, as far as its checkpoint and metrics.jsonl describe them."""
+    """Return what the card shows about each set of a run whose data cannot be read.
+
+    The information comes from the configuration, the fingerprints in a checkpoint, and the lines of metrics.jsonl.
+    """
     names = _set_names(yaml.safe_load(loaded.as_yaml()))
     measured = {one["split"]: one for one in records if "data" in one and one["split"].startswith("validation-")}
     training = [split for split in names if split.startswith("train")]
@@ -114,7 +118,7 @@ def recorded_sets(loaded: LoadedConfig, fingerprints: dict[str, str], records: S
 
 
 def shown_model(name: str) -> str:
-    """A model as the card names it: its name on the hub, or the last part of a local path."""
+    """Return the name of a model for the card: its name on the hub, or the last part of a local path."""
     if name == EMBEDDED:
         return "tandem's embedded tiny model"
     if name.startswith("${"):
@@ -193,7 +197,7 @@ def _data(data: Sequence[DataSet]) -> str:
 
 
 def _metrics(facts: CardFacts) -> str:
-    """Metrics before training, at the exported step as trained, and of the exported weights."""
+    """Return the section with metrics: before training, of the exported step in memory, and of the exported weights."""
     exported = {report.split: report.metrics for report in facts.exported}
     splits = [one["split"] for one in facts.records if one["split"].startswith("validation-")]
     rows = []
@@ -237,7 +241,7 @@ def _version(package: str) -> str:
 
 
 def _set_names(tree: dict[str, Any]) -> dict[str, str]:
-    """The source of each set, by split: the name of a hub dataset, or of a file."""
+    """Return a dict from split to the source of the set: the name of a hub dataset or of a file."""
     data = tree["data"]
     train = data.get("train") or {"data_path": EMBEDDED}
     several = train if isinstance(train, list) else [train]
@@ -265,7 +269,7 @@ def _hub_sets(tree: dict[str, Any]) -> list[str]:
 
 
 def _hub_commit(folder: Path) -> str | None:
-    """The commit of a model in the hub's cache: models--NAME/snapshots/COMMIT."""
+    """Return the commit of a model in the hub's cache (models--NAME/snapshots/COMMIT); None for other folders."""
     return folder.name if folder.parent.name == "snapshots" else None
 
 
@@ -286,6 +290,6 @@ def _table(columns: list[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Text that cannot end a table's cell or begin an HTML tag."""
+    """Return a value as text for one cell of a Markdown table. Characters that would end the cell or begin a tag are escaped."""
     text = " ".join(str(value).split())
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")

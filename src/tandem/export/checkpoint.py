@@ -1,6 +1,7 @@
-"""Exports any checkpoint of a run: rebuilds the policy, writes it, loads it back and measures it as at the end of a run.
+"""Exports any checkpoint of a run: rebuilds the policy, writes the export, loads the export again and measures it.
 
-The run itself is only read. Optimizer states are not needed, and one process exports what any number of ranks trained.
+The checkpoints and metrics of the run are not changed. Optimizer states are not needed. A single process exports the
+checkpoint, whatever the number of ranks that trained it.
 """
 
 import json
@@ -48,7 +49,7 @@ STAGES = ("verifying the checkpoint", "loading the start model", "measuring", "w
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """An export folder and what is known about it."""
+    """The result of an export: its folder, the exported checkpoint, and the metrics."""
 
     folder: Path
     checkpoint: Path
@@ -56,7 +57,7 @@ class Exported:
     form: str  # model or adapter
     dtype: str
     in_memory: dict[str, dict[str, float]]  # metrics of the trained weights, by validation set
-    exported: dict[str, dict[str, float]]  # the same metrics of the exported ones
+    exported: dict[str, dict[str, float]]  # the same metrics, of the exported weights
     not_measured: str | None  # why there are no metrics
     gguf: Path | None = None
     upload: Upload | None = None
@@ -66,12 +67,12 @@ class Exported:
 
 
 def export(run: str | Path, *, reporter: Reporter | None = None, **options: Any) -> Exported:
-    """Export a checkpoint of a run; the options are those of `request_export`."""
+    """Export a checkpoint of a run. `options`: the keyword arguments of `request_export`."""
     return run_export(request_export(run, **options), reporter or Reporter("quiet"))
 
 
 def run_export(request: ExportRequest, reporter: Reporter) -> Exported:
-    """Write the export unless it exists already; then convert and upload it if that is asked for."""
+    """Write the export, unless it exists already. Then convert it to GGUF and upload it, if requested."""
     if request.is_written:
         reporter.say(f"{request.folder} holds this export already.")
         done = _read_back(request)
@@ -90,7 +91,7 @@ def run_export(request: ExportRequest, reporter: Reporter) -> Exported:
 
 @contextmanager
 def _alone(config: Config) -> Iterator[Ranks]:
-    """A process group of this process alone."""
+    """A context with a process group of one process. Raise ConfigError if torchrun started several processes."""
     was_joined = dist.is_initialized()
     if config.run.deterministic:
         compute_deterministically()
@@ -105,7 +106,7 @@ def _alone(config: Config) -> Iterator[Ranks]:
 
 
 def _read_back(request: ExportRequest) -> Exported:
-    """The record of an export that was written before."""
+    """Return the result of an export that was already written, read from the file tandem_export.json in its folder."""
     record = read_record(request.folder)
     return Exported(
         folder=request.folder,
@@ -120,7 +121,7 @@ def _read_back(request: ExportRequest) -> Exported:
 
 
 class _Exporter:
-    """Exports one checkpoint. The methods run in the order of STAGES."""
+    """Exports one checkpoint, in the order of STAGES."""
 
     def __init__(self, request: ExportRequest, reporter: Reporter, ranks: Ranks):
         self.request, self.reporter, self.ranks = request, reporter, ranks
@@ -181,7 +182,7 @@ class _Exporter:
 
     @contextmanager
     def _stage(self, number: int) -> Iterator[None]:
-        """Show which stage runs. A stage that begins inside another takes over its bar."""
+        """A context in which the progress bar shows a stage. A stage inside another stage uses the same bar."""
         if self._bar is not None:
             self._bar(1, [STAGES[number]])
             yield
@@ -195,13 +196,13 @@ class _Exporter:
                 self._bar = None
 
     def _load(self, start: Start) -> Policy:
-        """Load the start model, into which the checkpoint is loaded later."""
+        """Load the start model. The weights of the checkpoint are loaded into it later."""
         if start.setup is not None:
             return load_sharded(start.setup, start.source, self.ranks, start.lora)
         return load_unmeasured(start, start.source, start.lora)
 
     def _validation_sets(self, setup: Setup | None, policy: Policy) -> list[ValidationSet]:
-        """The validation sets with their references, which are computed with the start model if the cache has none."""
+        """Return the validation sets and their references. A reference that is not in the cache is computed now."""
         if setup is None:
             return []
         run = self.request.checkpoint.run or self.place.parent
@@ -230,7 +231,7 @@ class _Exporter:
         return []
 
     def _records(self) -> list[Record]:
-        """The lines of the run's metrics.jsonl."""
+        """Return the undamaged lines of the run's metrics.jsonl, each as a dict."""
         run = self.request.checkpoint.run
         metrics = None if run is None else run / "metrics.jsonl"
         content = metrics.read_bytes() if metrics is not None and metrics.is_file() else b""

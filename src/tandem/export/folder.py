@@ -1,4 +1,4 @@
-"""Writes a policy to an export folder in the form that the configuration asks for, and loads such a folder again."""
+"""Writes a policy to an export folder, as a complete model or as adapters alone, and loads export folders."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from tandem.train.start.setup import Setup
 
 @dataclass(frozen=True, slots=True)
 class ExportForm:
-    """What an export folder holds, and how its weights are stored."""
+    """Whether an export is a complete model or only adapters, and how its weights are stored."""
 
     is_adapter: bool  # the adapters alone, without the base model
     dtype: torch.dtype
@@ -42,7 +42,7 @@ class ExportForm:
 
 
 def export_form(export: Export, source: ModelSource, lora: LoraPlan | None) -> ExportForm:
-    """Resolve the settings of an export: dtype `auto` is the model's own, or float32 for adapters alone."""
+    """Return the form of an export. With dtype `auto`, a model keeps the dtype of the start model, and adapters are float32."""
     is_adapter = lora is not None and not export.merge_lora
     own = torch.float32 if is_adapter else source.dtype
     dtype = own if export.dtype == "auto" else getattr(torch, export.dtype)
@@ -61,7 +61,7 @@ def write_export(
     template: Template,
     measure: Callable[[Path], None],
 ) -> None:
-    """Write `folder` under a temporary name, `measure` it there, and then give it its name."""
+    """Write the export under a temporary name, call `measure` with that path, and then rename it to `folder`."""
     if not form.is_adapter:
         export_model(
             policy,
@@ -84,17 +84,17 @@ def write_export(
 
 
 def base_of_adapter(source: ModelSource) -> str:
-    """The base model that an adapter names: a local folder by its absolute path, so that the adapter finds it from anywhere."""
+    """Return the base model for adapter_config.json: its name on the hub, or the absolute path of its local folder."""
     return str(source.folder) if is_local(source) else source.name
 
 
 def is_local(source: ModelSource) -> bool:
-    """Whether a model is a folder on this machine, not a model on the hub."""
+    """Return whether a model is a local folder rather than a model on the hub."""
     return source.name == EMBEDDED or Path(source.name).is_dir()
 
 
 def reload(setup: Setup, form: ExportForm, folder: Path, ranks: Ranks) -> Policy:
-    """Load an export folder as it would be loaded for training."""
+    """Load an exported model or adapter in the same way as a model that is trained."""
     if form.is_adapter:
         assert setup.lora is not None
         return load_sharded(setup, setup.source, ranks, replace(setup.lora, start=read_adapter(str(folder))))

@@ -1,4 +1,4 @@
-"""Converts an exported model to GGUF with llama.cpp's own converter, which the user installs."""
+"""Converts an exported model to GGUF, with the converter of llama.cpp. The user installs llama.cpp."""
 
 import os
 import shutil
@@ -14,11 +14,11 @@ from tandem.storage.ownership import temporary_path
 CONVERTER = "convert_hf_to_gguf.py"
 VARIABLE = "LLAMA_CPP"
 OUTPUT_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-SHOWN_CHARACTERS = 500  # of the converter's last words
+SHOWN_CHARACTERS = 500  # of the end of the converter's output
 
 
 def find_converter(given: str | Path | None = None) -> Path:
-    """The converter: in the folder or file that --llama-cpp or LLAMA_CPP names, or on the PATH."""
+    """Return the path of the converter: the file or folder of --llama-cpp, else of LLAMA_CPP, else the file on the PATH."""
     named = [("--llama-cpp", given), (VARIABLE, os.environ.get(VARIABLE))]
     for origin, place in named:
         if not place:
@@ -43,7 +43,7 @@ def gguf_file(folder: Path, dtype: str) -> Path:
 
 
 def convert(folder: Path, converter: Path, dtype: str) -> Path:
-    """Write the model in `folder` as one GGUF file next to its weights, and return that file. An existing one is kept."""
+    """Convert the model in `folder` to one GGUF file in the same folder, and return its path. An existing file is kept."""
     target = gguf_file(folder, dtype)
     if target.is_file():
         return target

@@ -1,4 +1,4 @@
-"""Uploads an export folder to the Hugging Face hub, or lists what would be uploaded."""
+"""Uploads an export folder to the Hugging Face hub, or lists the files that would be uploaded."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ MEGABYTE = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """The files of a folder, as they are or would be on the hub."""
+    """The files that were uploaded to the hub, or that would be uploaded in a dry run."""
 
     repository: str
     files: dict[str, int]  # size in bytes, by name
@@ -23,7 +23,7 @@ class Upload:
 
 
 def check_repository(name: str, *, dry_run: bool) -> None:
-    """Refuse a name that the hub does not accept, and an upload that cannot work, before anything is exported."""
+    """Raise ConfigError, before anything is exported, if the name is invalid or the upload cannot work."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -43,20 +43,21 @@ def check_repository(name: str, *, dry_run: bool) -> None:
         )
     if get_token() is None:
         raise ConfigError(
-            f"--push-to-hub {name}: there is no token for the hub. Set HF_TOKEN to one that may write, or run `hf auth login`."
+            f"--push-to-hub {name}: there is no token for the hub. Set HF_TOKEN to a token with write access, or run "
+            "`hf auth login`."
         )
 
 
 def uploaded_files(folder: Path) -> dict[str, int]:
-    """The files of an export folder that belong on the hub: all but hidden ones."""
+    """Return the name and size in bytes of each file to upload. Hidden files are left out."""
     paths = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     return {path.name: path.stat().st_size for path in paths}
 
 
 def push(folder: Path, repository: str, *, step: int, dry_run: bool, api: Any = None) -> Upload:
-    """Upload a folder in one commit. A repository that does not exist is created as a private one.
+    """Upload a folder in one commit. A repository that does not exist is created, and is private.
 
-    api: the client of the hub; None: huggingface_hub's.
+    `api`: the client of the hub; None: `huggingface_hub.HfApi()`. With `dry_run`, nothing is uploaded.
     """
     files = uploaded_files(folder)
     if dry_run:
@@ -86,5 +87,5 @@ def push(folder: Path, repository: str, *, step: int, dry_run: bool, api: Any = 
 
 
 def _literal(name: str) -> str:
-    """A pattern that matches exactly this name."""
+    """Return a glob pattern that matches exactly this file name."""
     return "".join(f"[{character}]" if character in "*?[" else character for character in name)

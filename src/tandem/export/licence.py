@@ -27,7 +27,7 @@ TEXTS = {
 
 @dataclass(frozen=True, slots=True)
 class Licence:
-    """A licence as the hub names it. `other` needs a name of its own, and may have a link."""
+    """A licence: its identifier on the hub. If the identifier is `other`, also a name, and perhaps a link."""
 
     identifier: str | None = None
     own_name: str | None = None
@@ -43,7 +43,7 @@ class Licence:
 
 
 def licence_of(folder: Path) -> Licence:
-    """The licence that a model's folder states; an empty one if it states none."""
+    """Return the licence that is stated in a model's folder. If no licence is stated, all fields are None."""
     matter = _front_matter(_read(folder, "README.md"))
     identifier = _matching(NAME, matter.get("license"))
     if identifier is not None:
@@ -65,7 +65,7 @@ def _read(folder: Path, name: str) -> str:
 
 
 def _front_matter(text: str) -> dict[str, Any]:
-    """The YAML between the first two lines of `---`; empty if there is none or it is not readable."""
+    """Return the YAML mapping between the first two lines `---`. If it is missing or invalid, return an empty dict."""
     found = re.match(r"\ufeff?---[ \t]*\r?\n(.*?\n)---[ \t]*(\r?\n|\Z)", text, re.DOTALL)
     if found is None:
         return {}
@@ -78,7 +78,7 @@ def _front_matter(text: str) -> dict[str, Any]:
 
 
 def _matching(pattern: re.Pattern[str], value: Any) -> str | None:
-    """The text, if it has the form of a name or a link."""
+    """Return the value if it is text that matches the pattern; otherwise None."""
     if isinstance(value, list) and len(value) == 1:  # `license: [mit]`
         (value,) = value
     return value if isinstance(value, str) and pattern.fullmatch(value) else None

@@ -1,4 +1,4 @@
-"""Checks what an export is asked for and finds the checkpoint, before torch is imported."""
+"""Checks the options of an export and finds the checkpoint to export. This module does not import torch."""
 
 import json
 import os
@@ -19,13 +19,13 @@ from tandem.storage.ownership import step_in
 from tandem.terminal.commands import tandem_command
 from tandem.train.run.directory import checkpoint_dir, is_finished, refuse_links, why_not_a_run
 
-RECORD = "tandem_export.json"  # what an export folder was made of
+RECORD = "tandem_export.json"  # says which checkpoint an export was made from, with which settings
 Form = Literal["adapter", "merged"]
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint of a run, by its own name: step_N, not best or latest."""
+    """A checkpoint of a run. Its path ends in step_N; the links best and latest are already resolved."""
 
     place: Path
     step: int
@@ -34,7 +34,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class ExportRequest:
-    """Everything that an export is asked for, checked as far as that is possible without weights."""
+    """The options of an export, checked as far as possible before weights load."""
 
     checkpoint: Checkpoint
     loaded: LoadedConfig
@@ -63,9 +63,11 @@ def request_export(
     dry_run: bool = False,
     allow_env: Collection[str] = (),
 ) -> ExportRequest:
-    """Find the checkpoint and its configuration, and refuse options that cannot work. See `tandem export --help`."""
+    """Find the checkpoint and its configuration, and check the options. `tandem export --help` explains the options."""
     if dry_run and push_to_hub is None:
-        raise ConfigError("--dry-run lists what --push-to-hub would upload. Add --push-to-hub REPO, or leave it out.")
+        raise ConfigError(
+            "--dry-run lists what --push-to-hub would upload. Add --push-to-hub REPO, or leave out --dry-run."
+        )
     given = Path(expand_home(str(run)))
     loaded = load_config(str(_config_file(given)), [], allow_env)
     found = _find(given, checkpoint or None, loaded.config)
@@ -92,7 +94,7 @@ def request_export(
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What an export folder says it was made of; empty if it is not one."""
+    """Return the contents of tandem_export.json in an export folder. If the file is missing or damaged, return an empty dict."""
     try:
         found = read_json(folder / RECORD)
     except ValueError:
@@ -101,7 +103,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def _config_file(given: Path) -> Path:
-    """The configuration of a run, or the one that a checkpoint was saved with."""
+    """Return the path of the run's config.yaml. For a checkpoint outside of a run, return the copy in the checkpoint."""
     if not given.is_dir():
         what = "a file, not a directory" if given.exists() else "there is no such directory"
         raise CheckpointError(f"{given}: {what}. Give the directory of a run, or one of its checkpoints.")
@@ -116,7 +118,7 @@ def _config_file(given: Path) -> Path:
 
 
 def _run_of(place: Path) -> Path | None:
-    """The run that a checkpoint is in."""
+    """Return the run directory that contains a checkpoint; None if the checkpoint is not in a run directory."""
     run = place.parent.parent
     return run if place.parent.name == "checkpoints" and (run / "config.yaml").is_file() else None
 
@@ -142,13 +144,13 @@ def _find(given: Path, checkpoint: str | None, config: Config) -> Checkpoint:
     if step not in steps:
         has = ", ".join(f"step_{one}" for one in steps)
         raise CheckpointError(
-            f"--checkpoint {asked}: {folder} has no such checkpoint. It has {has}; or use best or latest."
+            f"--checkpoint {asked}: {folder} has no such checkpoint. Use best, latest, or one of these: {has}."
         )
     return Checkpoint(folder / f"step_{step}", step, given)
 
 
 def _why_none(run: Path, config: Config) -> str:
-    """Why a run has no checkpoints, and where its model is."""
+    """Return text that says why a run has no checkpoints, and where its model is or how to train it."""
     why = " It was trained with checkpointing.enabled=false." if not config.checkpointing.enabled else ""
     if is_finished(run):
         return f"{why} The model that it exported is in {run / 'model'}."
@@ -156,7 +158,7 @@ def _why_none(run: Path, config: Config) -> str:
 
 
 def _step(asked: str, folder: Path, steps: list[int]) -> int | None:
-    """The step that `best`, `latest` or `step_N` names; the newest if no link to the latest was written yet."""
+    """Return the step that `best`, `latest` or `step_N` means. Without a link, `latest` means the newest step."""
     if asked not in ("best", "latest"):
         return step_in(asked)
     link = folder / asked
@@ -169,9 +171,9 @@ def _with_options(
     config: Config, dtype: str | None, form: Form | None, max_shard_size: str | None, found: Checkpoint
 ) -> Config:
     if form is not None and not config.policy.lora.enabled:
-        no = "so there are none to export" if form == "adapter" else "so there are none to merge"
+        use = "export" if form == "adapter" else "merge"
         raise ConfigError(
-            f"--{form}: {found.run or found.place} trained all weights, not adapters, {no}. Leave it out."
+            f"--{form}: {found.run or found.place} trained all weights, so there are no adapters to {use}. Leave out --{form}."
         )
     dtypes = get_args(Export.model_fields["dtype"].annotation)
     if dtype is not None and dtype not in dtypes:
@@ -187,7 +189,9 @@ def _with_options(
 
 def _default_folder(found: Checkpoint, dtype: str | None, form: Form | None) -> Path:
     if found.run is None:
-        raise ConfigError(f"{found.place}: not in the directory of a run, so there is no default place. Add --out DIR.")
+        raise ConfigError(
+            f"{found.place}: not in the directory of a run, so the export has no default folder. Add --out DIR."
+        )
     ending = "".join(f"-{one}" for one in (form, dtype) if one is not None and one != "auto")
     return found.run / "exports" / f"step_{found.step}{ending}"
 
@@ -200,7 +204,7 @@ def _made_of(found: Checkpoint, export: Export) -> dict[str, str]:
 
 
 def _is_written(folder: Path, made_of: dict[str, str]) -> bool:
-    """Whether a folder holds this export; refuse one that holds anything else."""
+    """Return whether a folder already contains this export. Raise ConfigError if it contains anything else."""
     if folder.is_symlink() or not os.path.lexists(folder):
         if folder.is_symlink():
             raise ConfigError(f"--out {folder}: a symbolic link. Give the folder itself, or another one.")
@@ -221,5 +225,5 @@ def _is_written(folder: Path, made_of: dict[str, str]) -> bool:
 
 
 def record_text(request: ExportRequest, step: int, **facts: Any) -> str:
-    """The text of the record that an export folder keeps. It holds no paths."""
+    """Return the text of tandem_export.json: what the export was made from, the step and `facts`. The text contains no paths."""
     return json.dumps({"made_of": request.made_of, "step": step, **facts}, indent=1) + "\n"

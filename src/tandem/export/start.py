@@ -1,4 +1,4 @@
-"""Finds what a checkpoint needs to become a policy again: the start model, the tokenizer and, if possible, the data."""
+"""Finds the start model and the tokenizer, to rebuild the policy of a checkpoint, and the run's data, to measure the policy."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,12 +30,12 @@ class Start:
     machine: Machine
     template: Template
     setup: Setup | None  # None: the export is not measured
-    not_measured: str | None  # why not
+    not_measured: str | None  # why the export is not measured
     is_data_missing: bool  # whether the reason is a problem with the data
 
     @property
     def shared_reason(self) -> str | None:
-        """Why the export is not measured, without paths: for files that may be uploaded."""
+        """Why the export is not measured. The text contains no paths, because it is written to files that may be uploaded."""
         return "the run's data could not be read." if self.is_data_missing else self.not_measured
 
     @property
@@ -44,7 +44,7 @@ class Start:
 
 
 def verified_state(place: Path) -> SavedState:
-    """The state of a checkpoint, after its files were compared with their SHA-256."""
+    """Return the state of a checkpoint. Raise CheckpointError if it is damaged or was written in another format."""
     try:
         version = read_manifest(place, ["state.json"]).get("format_version")
     except ValueError as error:
@@ -62,7 +62,10 @@ def verified_state(place: Path) -> SavedState:
 def find_start(
     given: Config, place: Path, run: Path | None, saved: SavedState, device: torch.device, *, measured: bool
 ) -> Start:
-    """Find the start model and the run's data. A model that changed since is refused; missing data is only reported."""
+    """Find the start model and the run's data. Raise CheckpointError if the model changed since the checkpoint was saved.
+
+    If the data cannot be read, the export is not measured, and `Start.not_measured` says why.
+    """
     config, not_measured = _computed_here(given, device), None if measured else "--no-measure was given."
     lora = config.policy.lora
     if lora.quantization is not None and device.type != "cuda":
@@ -88,7 +91,7 @@ def find_start(
 
 
 def load_unmeasured(start: Start, source: ModelSource, lora: LoraPlan | None) -> Policy:
-    """Load a model that is saved or checked, but not computed with."""
+    """Load a model without sharding and compilation. The model is only written or checked; no forward pass runs."""
     policy, device = start.config.policy, start.machine.device
     if lora is not None:
         return load_adapted(source, policy, device, lora)
@@ -96,7 +99,7 @@ def load_unmeasured(start: Start, source: ModelSource, lora: LoraPlan | None) ->
 
 
 def _computed_here(config: Config, device: torch.device) -> Config:
-    """The configuration with what this device supports. None of it changes the weights."""
+    """Return the configuration with settings that this device supports. The replaced settings do not affect the weights."""
     policy: dict[str, Any] = {} if device.type == "cuda" else {"attention": "auto", "compile": "auto"}
     if config.policy.weights != "float32" and config.policy.precision == "auto":
         policy["precision"] = "bfloat16"  # as on the GPU that trained it
@@ -110,14 +113,15 @@ def _find_model(config: Config, trained: Path) -> ModelSource:
         if Path(config.policy.model_name).is_absolute() or Path(config.policy.model_name).exists():
             raise
         raise type(error)(
-            f"{error} {trained} was trained from it; if it is a folder, start this command where the run was started."
+            f"{error} {trained} was trained from this model. If it is a local folder, run this command in the directory where "
+            "the run was started."
         ) from None
 
 
 def _refuse_other_model(
     place: Path, saved: SavedState, source: ModelSource, lora: LoraPlan | None, quantization: str | None
 ) -> None:
-    """Refuse a start model that changed: what training left untouched is taken from it."""
+    """Raise CheckpointError if the start model changed, because weights that were not trained are taken from it."""
     then = saved.fingerprints.get("start model")
     plans: list[LoraPlan | None] = [None]
     if lora is not None:
@@ -127,12 +131,12 @@ def _refuse_other_model(
     if then is not None and then not in (start_fingerprint(source, plan) for plan in plans):
         raise CheckpointError(
             f"{place}: the start model, {source.name}, changed since this checkpoint was saved, so the trained model cannot be "
-            "rebuilt exactly. Restore it."
+            "rebuilt exactly. Restore the start model."
         )
 
 
 def _open_data(config: Config, source: ModelSource, machine: Machine) -> tuple[Setup | None, str | None]:
-    """The setup with the run's data; or why nothing can be measured on it."""
+    """Return the Setup and None. If the run's data cannot be used, return None and the error message."""
     try:
         return fit_to_machine(open_inputs(config, source), machine), None
     except TandemError as error:

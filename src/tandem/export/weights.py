@@ -1,6 +1,6 @@
-"""Exports a trained policy to a model folder in the Hugging Face layout, or to an adapter folder in peft's.
+"""Exports a trained policy: a model to a folder in the Hugging Face layout, adapters to a folder in peft's layout.
 
-Weights are stored in the model's published dtype, by default with stochastic rounding.
+By default, a model is stored in the dtype of the start model, with stochastic rounding.
 """
 
 import copy
@@ -29,7 +29,7 @@ NUMBERS_PER_CHUNK = 1 << 26
 def round_stochastically(values: Tensor, dtype: torch.dtype, salt: int) -> Tensor:
     """Round each number to one of its two neighbours, the nearer one with the higher probability, so that the mean is kept.
 
-    For bfloat16 the result is what training computed with, if it cast its weights stochastically.
+    If training cast its weights to bfloat16 stochastically, rounding to bfloat16 here gives the same weights.
     """
     if dtype == torch.float32 or values.dtype != torch.float32:
         return values.to(dtype)
@@ -70,12 +70,12 @@ def export_model(
     measure: Callable[[Path], None],
     adapted: bool = False,
 ) -> None:
-    """Write `folder`, which `AutoModelForCausalLM` and `AutoTokenizer` can load, including the chat template.
+    """Write the model and the tokenizer to `folder`, so that `AutoModelForCausalLM` and `AutoTokenizer` can load them.
 
-    `config` is the start model's configuration, so that settings which training disabled (dropout) are enabled again. Every rank
-    contributes its shard of the weights; the first rank writes them, in files of at most `max_shard_size`. All ranks `measure`
-    the written model before it gets its final name, which is the last step of a run. `adapted`: the policy has adapters, which
-    are added to the weights in float32 before rounding.
+    Every rank contributes its shard of the weights. The first rank writes all weights, in files of at most `max_shard_size`.
+    All ranks then call `measure` with the temporary path of the export, before the export gets its final name.
+    `config`: the configuration of the start model. It keeps settings that training disables, such as dropout.
+    `adapted`: whether the policy has adapters, which are added to the weights in float32 before rounding.
     """
     full = _full_tensors(policy)
     round_one = _rounding_function(dtype, rounding)
@@ -102,7 +102,7 @@ def export_adapter(
     rounding: str,
     measure: Callable[[Path], None],
 ) -> None:
-    """Write `folder`, which peft loads on top of the model `base`: only the adapters and the tokenizer."""
+    """Write the adapters and the tokenizer to `folder`, so that peft can load the adapters on top of the model `base`."""
     round_one = _rounding_function(dtype, rounding)
     named = {name.removeprefix("model."): _on_host(parameter) for name, parameter in sorted(policy.trained())}
     tensors = {name.removesuffix(f".{ADAPTER}.weight"): round_one(name, tensor) for name, tensor in named.items()}
@@ -115,7 +115,7 @@ def export_adapter(
 
 
 def _publish(folder: Path, write: Callable[[Path], None], measure: Callable[[Path], None], ranks: Ranks) -> None:
-    """Let the first rank write to a temporary folder and all ranks measure it, then rename it to `folder`."""
+    """Write an export to a temporary folder on the first rank, measure it on all ranks, and rename the folder to `folder`."""
     with ExitStack() as stack:
         aside = ranks.from_first(lambda: stack.enter_context(published(folder, "model")))
 
@@ -135,7 +135,7 @@ def _rounding_function(dtype: torch.dtype, rounding: str) -> Callable[[str, Tens
 
 
 def _full_tensors(policy: Policy) -> dict[str, Tensor]:
-    """Return every tensor of the model, unsharded and on the host. A tied weight appears once, so both uses round the same."""
+    """Return every tensor of the model, unsharded and on the host. A tied weight is returned once, so all uses round alike."""
     tensors = dict([*policy.named_parameters(), *policy.named_buffers()])
     if all(parameter.is_floating_point() for parameter in policy.parameters()):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)

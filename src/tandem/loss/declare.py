@@ -62,7 +62,7 @@ class Bounds:
         return self.above < value < self.below
 
     def spelled(self) -> str:
-        """Return the bounds in words, such as: more than 0, for instance 0.001, since the logarithm of it is taken."""
+        """Return the bounds in words, such as "more than 0, for instance 0.001, since the logarithm of it is taken"."""
         bounds = [("more", self.above, float("-inf")), ("less", self.below, float("inf"))]
         wanted = " and ".join(f"{word} than {bound:g}" for word, bound, unset in bounds if bound != unset)
         example = None if self.example is None else f"for instance {self.example:g}"
@@ -108,7 +108,7 @@ LOSSES: dict[str, Loss] = {}  # by name and alias, in the order of declaration
 
 
 def loss(**declared: Any) -> Callable[[Function], Function]:
-    """Return a decorator that registers a function as a loss. `declared`: the declared fields of `Loss`."""
+    """Return a decorator that registers a function as a loss. `declared`: fields of `Loss`, such as `needs_reference`."""
 
     def register(function: Function) -> Function:
         _, *arguments = inspect.signature(function).parameters

@@ -122,7 +122,7 @@ def divergence_slope(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
 
 
 def _order(divergence: str, alpha: float) -> float:
-    """Return the a for which the alpha-divergence equals the given divergence. There is no such a for js."""
+    """Return the parameter a with which the alpha-divergence is the given divergence: reverse_kl, forward_kl or alpha."""
     return {"reverse_kl": 1.0, "forward_kl": 0.0, "alpha": alpha}[divergence]
 
 

@@ -1,13 +1,14 @@
 """What tandem knows about the models of transformers: every special case of a model type or class is in this module.
 
-`architecture_of` describes a model from its configuration and class, before weights load. The functions below it find parts of a
-loaded or empty model. `check_packable` refuses models that cannot be trained exactly.
+`architecture_of` describes a model from its configuration and class, before weights load. `trunk_of`, `decoder_layers` and others
+find parts of a model that is loaded or built without weights. `check_packable` refuses models that would compute different
+results in packs.
 
-Where support for more models belongs:
-- A multimodal checkpoint with a text model inside: `auto_class` chooses the class that loads it, `trunk_of` returns its text
-  model, and `architecture_of` describes the configuration of the text model.
-- Recurrent layers in packs: a layer whose state can be forked gets its own value of `Mixing`; `check_packable` then refuses only
-  the rest (`Architecture.recurrent`), and the audit counts the calls of each kind.
+- To support a multimodal checkpoint with a text model inside: `auto_class` chooses the class that loads it, `trunk_of` returns
+  its text model, and `architecture_of` describes the configuration of the text model.
+- To support recurrent layers in packs: add a value of `Mixing` for layers whose state can be copied for each completion. Keep
+  `check_packable` refusing all other recurrent layers (`Architecture.recurrent`), and make the audit count the calls of each kind
+  of layer.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ Mixing = Literal["full", "window", "recurrent"]
 
 # A setting whose name contains one of these adds randomness in training mode.
 RANDOM_SETTINGS = ("dropout", "pdrop", "layerdrop", "jitter")
-# Settings like them that are not random. PhiMoE: a margin that its router uses in evaluation mode too.
+# Settings with such names that are not random. In PhiMoE, jitter is a margin that the router uses in evaluation mode too.
 NOT_RANDOM = {"phimoe": ("router_jitter_noise",)}
 # Model types whose attention has sinks: one more score per head that takes part in the softmax.
 TYPES_WITH_SINKS = ("gpt_oss",)
@@ -38,11 +39,11 @@ REQUIRED_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What training needs to know about a model, apart from its sizes."""
+    """The properties of a model that training depends on, apart from its sizes."""
 
     model_type: str  # of the text model
     auto_class: Any  # the auto class of transformers that builds, loads and exports the model
-    model_class: Any  # the class that it chooses
+    model_class: Any  # the class of the model, which auto_class chooses
     num_layers: int
     layers: tuple[Mixing, ...] | None  # None: the configuration does not list its layers
     recurrent: tuple[str, ...]  # the kinds of recurrent layers, as the configuration names them
@@ -60,7 +61,10 @@ class Architecture:
 
     @property
     def plain_attention(self) -> str:
-        """The attention of transformers that unpacked training uses. Its SDPA path silently ignores a soft-cap of scores."""
+        """The attention implementation of transformers for unpacked training.
+
+        SDPA in transformers silently ignores a soft-cap of scores.
+        """
         return "eager" if self.caps_scores or not self.model_class._supports_sdpa else "sdpa"
 
 
@@ -72,7 +76,10 @@ def auto_class(config: Any) -> Any:
 
 
 def architecture_of(config: Any, model_class: Any = None) -> Architecture:
-    """Describe a model. Without a `model_class`, KeyError if transformers has no causal language model of this type."""
+    """Describe a model from its configuration. `model_class`: the model's class; None: the causal language model of this type.
+
+    Raise KeyError if `model_class` is None and transformers has no causal language model of this type.
+    """
     text = config.get_text_config()
     auto = auto_class(config)
     model_class = model_class or auto._model_mapping[type(config)]
@@ -99,7 +106,7 @@ def architecture_of(config: Any, model_class: Any = None) -> Architecture:
 
 
 def check_architecture(source: ModelSource) -> Architecture:
-    """Describe a model; refuse one that is not a causal language model in transformers."""
+    """Describe a model. Raise ConfigError if transformers has no causal language model of its type."""
     try:
         text = source.config.get_text_config()
         if any(getattr(text, name, None) is None for name in REQUIRED_SIZES):
@@ -113,7 +120,7 @@ def check_architecture(source: ModelSource) -> Architecture:
 
 
 def _mixing(kind: str) -> Mixing:
-    """How a layer mixes tokens, from its kind in the configuration. Falcon-H1's `hybrid` layers have a recurrent part too."""
+    """Return how a layer mixes tokens, from its kind in the configuration. Falcon-H1's `hybrid` layers are partly recurrent."""
     if "attention" not in kind or "linear" in kind:
         return "recurrent"
     return "window" if "sliding" in kind else "full"
@@ -136,29 +143,32 @@ def trunk_of(model: Any) -> Any:
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """The repeated layers of the trunk. Call it only if `has_layer_list`."""
+    """Return the repeated layers of the trunk. Call this only if `has_layer_list` is true."""
     return list(trunk_of(model).layers)
 
 
 def has_layer_list(model: Any) -> bool:
-    """Whether the trunk has its repeated layers in the usual place, where `decoder_layers` finds them."""
+    """Whether the trunk holds its repeated layers in a list named `layers`, where `decoder_layers` finds them."""
     return isinstance(getattr(trunk_of(model), "layers", None), nn.ModuleList)
 
 
 def windows_of(model: Any) -> set[int | None]:
-    """Return the sliding windows of a model's layers, and None."""
+    """Return the sizes of the sliding windows of a model's layers. The set always includes None, which means no window."""
     config = model.config.get_text_config()
     found = [getattr(config, "sliding_window", None), *(getattr(m, "sliding_window", None) for m in model.modules())]
     return {None, *(window for window in found if isinstance(window, int) and window > 0)}
 
 
 def head_of(model: Any, *, chunk: int) -> Head:
-    """Return the head that a loaded model is trained with. chunk: scored tokens whose logits exist at the same time."""
+    """Return the head that a loaded model is trained with.
+
+    `chunk`: number of scored tokens whose logits are in memory at a time.
+    """
     return LanguageModelHead(rule=head_rule(model), chunk=chunk)
 
 
 def head_rule(model: Any) -> HeadRule:
-    """Return how this model scales and caps its logits. The audit catches models with a rule that is missing here."""
+    """Return how this model scales and caps its logits. A model whose rule is missing here fails the audit."""
     config = model.config.get_text_config()
     scale = 1.0
     if isinstance(given := getattr(model, "logit_scale", None), int | float):  # Cohere
@@ -171,9 +181,9 @@ def head_rule(model: Any) -> HeadRule:
 
 
 def check_packable(source: ModelSource, policy: PolicyConfig) -> None:
-    """Refuse a model that is not causal, or that cannot be packed because a mask does not separate its sequences.
+    """Raise ConfigError for a model that is not a causal language model, or that would compute different results in packs.
 
-    Called before any weights load.
+    In packs, only the attention mask separates sequences. Called before any weights load.
     """
     architecture = check_architecture(source)
     _ = source.dtype  # raises if it is not a floating-point dtype
@@ -202,7 +212,10 @@ def check_packable(source: ModelSource, policy: PolicyConfig) -> None:
 
 
 def _refuse_row_dependent_positions(source: ModelSource, policy: PolicyConfig) -> None:
-    """Refuse RoPE scaling that depends on the longest position in a batch, packed or not: one sequence would change another."""
+    """Raise ConfigError if RoPE scaling depends on the longest sequence in a batch, packed or not.
+
+    One sequence would then change the results of another.
+    """
     config = source.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     model_limit = getattr(config, "max_position_embeddings", None)
@@ -213,7 +226,7 @@ def _refuse_row_dependent_positions(source: ModelSource, policy: PolicyConfig) -
         if kind.get("rope_type") in ("dynamic", "longrope") and policy.max_total_sequence_length > original:
             raise ConfigError(
                 f"{source.key} = {source.name}: beyond {original} tokens its {kind['rope_type']} position scaling depends on the "
-                "longest sequence computed at the same time, so training would not be exact. Set "
+                "longest sequence computed at the same time, so sequences would change each other. Set "
                 f"policy.max_total_sequence_length={original} or less."
             )
 

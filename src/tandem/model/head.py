@@ -1,7 +1,7 @@
-"""The head of a policy: what it computes from the trunk's hidden states.
+"""The head of a policy: computes numbers, such as log-probabilities, from hidden states of the trunk (the layers below the head).
 
-The language-model head computes the log-probabilities of scored tokens from the positions that predict them. It works in chunks
-and stores no logits: its backward pass recomputes them.
+The language-model head computes the log-probability of each scored token from the hidden state of the position that predicts it.
+It works in chunks and does not store logits: its backward pass recomputes them.
 """
 
 from collections.abc import Callable
@@ -22,18 +22,23 @@ if TYPE_CHECKING:
 
 
 class Head(Protocol):
-    """What a policy computes from the trunk's hidden states, packed and, for the audit, by the model's own forward pass.
+    """Computes numbers for the completions of a pack, such as log-probabilities, from the trunk's hidden states.
 
-    A head has settings but no weights: these stay in the model, where sharding, adapters and export find them. So a head with one
-    number per completion, as a reward model has, would be one more class with these methods:
+    For the audit, a head also computes the same numbers with the model's own forward pass (`plain_values`). A head has settings
+    but no weights. The weights stay in the model, where sharding, adapters and export find them.
+
+    To train a reward model, which gives one number per completion, add a class with these methods:
+
     - `positions`: the last token of each completion, as a new field of `PackInputs`
-    - `compute`: the product of those hidden states with the model's score layer
+    - `compute`: the product of the hidden states at these positions with the model's score layer
     - `num_values`: 1 for every completion
     - `plain_values`: the score that the model itself gives a sequence
-    - `values_in_pack`: the only one
+    - `values_in_pack`: index 0, because there is only one number
     - `plain_bytes_per_token`: 0, because there are no logits
-    `architecture.head_of` would choose it and `architecture.auto_class` the class that loads and exports it. It would have no
-    reference, and `train/terms.py` would copy its numbers into `Completions` instead of adding up log-probabilities.
+
+    `architecture.head_of` would choose this class, and `architecture.auto_class` the transformers class that loads and exports
+    the model. There would be no reference, and `train/terms.py` would copy the numbers into `Completions` instead of adding up
+    log-probabilities.
     """
 
     def positions(self, inputs: "PackInputs") -> Tensor:
@@ -41,29 +46,38 @@ class Head(Protocol):
         ...
 
     def compute(self, model: Any, hidden: Tensor, inputs: "PackInputs", *, squares: bool = False) -> Tensor:
-        """Return float32 numbers for the hidden states of `positions`. squares: see `LanguageModelHead`."""
+        """Return the head's numbers in float32. `hidden`: the hidden states at `positions`.
+
+        `squares`: see `LanguageModelHead.compute`.
+        """
         ...
 
     def num_values(self, pack: Pack) -> NDArray[np.integer[Any]]:
-        """Return how many numbers each completion of a pack has, in the order of `compute`. Padding comes after all of them."""
+        """Return how many numbers `compute` returns for each completion of a pack, in order.
+
+        Padding comes after the last completion.
+        """
         ...
 
     def plain_values(self, model: Any, prompt: Tensor, completion: Tensor, *, filler: int = 0) -> Tensor:
-        """Return the numbers of one completion by the model's own forward pass. `filler`: tokens after the sequence."""
+        """Return the numbers of one completion, computed with the model's own forward pass.
+
+        `filler`: how many filler tokens to add after the sequence.
+        """
         ...
 
     def values_in_pack(self, preference: TokenizedPreference, number: int) -> NDArray[np.integer[Any]]:
-        """Return the indices of those plain values of a completion that are also computed in packs."""
+        """Return the indices of the numbers in `plain_values` that `compute` also returns."""
         ...
 
     def plain_bytes_per_token(self, vocabulary: int, element_size: int) -> int:
-        """Return the memory that `plain_values` needs above the trunk, per token."""
+        """Return how many bytes per token `plain_values` needs in addition to the trunk."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRule:
-    """What a model does to its logits after the head: logits * scale, then cap * tanh(logits / cap)."""
+    """How a model changes its logits: logits * scale and then, if `softcap` is set, softcap * tanh(logits / softcap)."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -71,7 +85,7 @@ class HeadRule:
 
 @dataclass(frozen=True, slots=True)
 class LanguageModelHead:
-    """The log-probability of every scored token."""
+    """A head that computes the log-probability of every scored token."""
 
     rule: HeadRule
     chunk: int  # scored tokens whose logits exist at the same time
@@ -80,9 +94,9 @@ class LanguageModelHead:
         return inputs.predicting
 
     def compute(self, model: Any, hidden: Tensor, inputs: "PackInputs", *, squares: bool = False) -> Tensor:
-        """Return log-probabilities, [scored, padded].
+        """Return the log-probabilities of the scored tokens, [scored], with padding at the end.
 
-        squares: return [2, scored, padded]; the second row is log sum_v pi(v)^2 at the same positions, without gradient.
+        `squares`: return [2, scored] instead. The second row is log sum_v pi(v)^2 at the same positions, without gradient.
         """
         layer = model.get_output_embeddings()
         bias = getattr(layer, "bias", None)
@@ -93,7 +107,7 @@ class LanguageModelHead:
         return pack.completion_lengths
 
     def plain_values(self, model: Any, prompt: Tensor, completion: Tensor, *, filler: int = 0) -> Tensor:
-        """Return the log-probability of every token of a completion, from full logits. As in packs, these are float32."""
+        """Return the log-probability of every token of a completion, computed without packing from full float32 logits."""
         ids = torch.cat([prompt, completion, prompt.new_zeros(filler)])[None]
         end = len(prompt) + len(completion) - 1
         hook = model.get_output_embeddings().register_forward_hook(_float32_logits)
@@ -107,18 +121,21 @@ class LanguageModelHead:
         return preference.scored(number)
 
     def plain_bytes_per_token(self, vocabulary: int, element_size: int) -> int:
-        """Logits in the model's dtype, in float32, and their softmax."""
+        """Return the bytes of the logits in the model's dtype, of the logits in float32, and of their softmax."""
         return vocabulary * (element_size + 8)
 
 
 def auto_head_chunk(vocabulary: int, device: torch.device) -> int:
-    """Tokens per chunk, a power of two: the float32 logits of a chunk take at most 2 GiB on a GPU, 64 MiB on a CPU."""
+    """Return the number of tokens per chunk, a power of two.
+
+    The float32 logits of a chunk take at most 2 GiB on a GPU and 64 MiB on a CPU.
+    """
     logits = 2**29 if device.type == "cuda" else 2**24
     return max(64, min(4096, 2 ** ((logits // vocabulary).bit_length() - 1)))
 
 
 def _float32_logits(head: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    """A forward hook that replaces a head's output with the same product in float32, not rounded to bfloat16."""
+    """A forward hook that replaces a head's bfloat16 output with the same product computed in float32."""
     if output.dtype.itemsize >= torch.float32.itemsize:
         return output
     bias = getattr(head, "bias", None)
@@ -126,7 +143,7 @@ def _float32_logits(head: nn.Module, inputs: tuple[Tensor], output: Tensor) -> T
 
 
 class _ChunkedLogps(torch.autograd.Function):
-    """log softmax(head(hidden))[target], a chunk of tokens at a time."""
+    """Computes log softmax(head(hidden))[target], one chunk of tokens at a time."""
 
     @staticmethod
     def forward(
@@ -190,7 +207,7 @@ class _ChunkedLogps(torch.autograd.Function):
 def _target_logps(
     logits: Tensor, targets: Tensor, rule: HeadRule, *, squares: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the log-probability of each row's target, the row's log-sum-exp and optionally its log sum p^2."""
+    """Return, for each row of logits: the log-probability of its target, the log-sum-exp and, if `squares`, log sum p^2."""
     if _has_kernels(logits):
         from tandem.model.kernels.head import target_logps
 
@@ -205,7 +222,7 @@ def _target_logps(
 def _grad_logits(
     logits: Tensor, targets: Tensor, normalisers: Tensor, grad: Tensor, rule: HeadRule, dtype: torch.dtype
 ) -> Tensor:
-    """Return the gradient of the logits, given `grad` of the log-probabilities, in the dtype of the products that follow."""
+    """Return the gradient of the logits as `dtype`. `grad`: the gradient of the log-probabilities."""
     if _has_kernels(logits):
         from tandem.model.kernels.head import grad_logits
 
@@ -224,7 +241,10 @@ def _has_kernels(logits: Tensor) -> bool:
 
 
 def _float32_head(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Return the head's product with float32 logits: in bfloat16, numbers between 16 and 32 are spaced by 0.125."""
+    """Return a function that computes float32 logits from hidden states.
+
+    In bfloat16, logits would be too coarse: numbers between 16 and 32 are spaced by 0.125.
+    """
     wide = _wide(weight)
     if wide == weight.dtype:
         return lambda hidden: torch.nn.functional.linear(hidden, weight, bias)
@@ -240,7 +260,10 @@ def _float32_head(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Ten
 
 
 def _apply_rule(logits: Tensor, rule: HeadRule) -> tuple[Tensor, Tensor | None]:
-    """Return scaled and capped float32 logits and, with a soft-cap, tanh(logits / cap), which its derivative needs."""
+    """Return the scaled and capped logits in float32 and, for the derivative of a soft-cap, tanh(logits / cap).
+
+    The second value is None without a soft-cap.
+    """
     logits = logits.to(_wide(logits))
     if rule.scale != 1.0:
         logits = logits * rule.scale
@@ -251,7 +274,7 @@ def _apply_rule(logits: Tensor, rule: HeadRule) -> tuple[Tensor, Tensor | None]:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, where total may have a wider dtype."""
+    """Add left @ right to `total` in place. `total` may have a wider dtype."""
     if total.is_cuda and total.dtype != left.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
@@ -270,7 +293,7 @@ def chunked_logps(
 ) -> Tensor:
     """Return the float32 log-probability of each target, [tokens], for hidden states [tokens, hidden] and targets [tokens].
 
-    squares: return [2, tokens]; the second row is log sum_v p(v)^2, without gradient.
+    `squares`: return [2, tokens] instead. The second row is log sum_v p(v)^2, without gradient.
     """
     logps, log_squares = _ChunkedLogps.apply(hidden, weight, bias, targets, rule or HeadRule(), chunk, squares)  # type: ignore[misc]
     return torch.stack([logps, log_squares]) if squares else logps

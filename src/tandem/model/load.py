@@ -1,4 +1,4 @@
-"""Checks a ModelSource and loads its weights to their device, as a Policy."""
+"""Checks the model of a ModelSource and loads its weights to a device, as a Policy."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -24,9 +24,10 @@ def load_policy(
     dtype: torch.dtype = torch.float32,
     quantization: Any = None,
 ) -> Policy:
-    """Load a model directly to its device. Trained weights are float32; frozen ones may have a smaller dtype.
+    """Load a model directly to its device. `dtype`: float32 for trained weights; frozen weights may have a smaller dtype.
 
-    The model is in evaluation mode: training sees what the exported model computes, without dropout, noise or sampled experts.
+    The model is in evaluation mode, without dropout, noise or sampled experts, so training computes what the exported model
+    computes.
     """
     from safetensors import SafetensorError
 
@@ -79,7 +80,7 @@ def load_policy(
 
 
 def _refuse_missing_weights(source: ModelSource, model: Any, missing: Iterable[str]) -> None:
-    """Refuse a model with weights that are in no file, such as a classifier's head: transformers would make them random."""
+    """Raise ConfigError if weights of the model are missing from its files: transformers would fill them with random numbers."""
     parameters = {name for name, _ in model.named_parameters()}
     names = sorted(parameters.intersection(missing))
     if not names:
@@ -92,13 +93,13 @@ def _refuse_missing_weights(source: ModelSource, model: Any, missing: Iterable[s
 
 
 def _quantization_method(source: ModelSource) -> str:
-    """The quantisation method named in a model's configuration."""
+    """Return the quantisation method that a model's configuration names."""
     given = source.config.quantization_config
     return str(given.get("quant_method") if isinstance(given, dict) else given.quant_method)
 
 
 def empty_model(source: ModelSource) -> Any:
-    """Build the model without weights, to inspect its layers."""
+    """Return the model without weights (on the meta device), to inspect its layers."""
     try:
         with torch.device("meta"), within_limits(source):
             return auto_class(source.config).from_config(source.config, attn_implementation="eager")
@@ -112,7 +113,7 @@ def empty_model(source: ModelSource) -> Any:
 
 
 def attention_kind(policy: PolicyConfig, device: torch.device) -> AttentionKind:
-    """Choose how attention inside packs is computed."""
+    """Return how attention inside packs is computed. Raise MachineError if the device does not support policy.attention."""
     if policy.attention == "flex" and device.type != "cuda":
         raise MachineError(
             "policy.attention = flex: FlexAttention has no backward pass on the CPU. Use policy.attention=auto or sdpa."
@@ -137,15 +138,15 @@ def describe_attention(policy: PolicyConfig, device: torch.device) -> str:
 
 
 def check_varlen(source: ModelSource, policy: PolicyConfig, precision: str, device: torch.device) -> None:
-    """Refuse settings and models that the kernels of policy.attention=varlen do not support."""
+    """Raise an error if policy.attention=varlen does not support the model or another setting."""
     if policy.attention != "varlen":
         return
     if device.type != "cuda" and policy.compile is True:
-        raise MachineError(
-            "policy.attention = varlen: without a GPU, layers with it cannot be compiled. Leave out policy.compile."
-        )
+        raise MachineError("policy.attention = varlen: it cannot be compiled without a GPU. Leave out policy.compile.")
     if device.type == "cuda" and precision == "float32":
-        raise ConfigError("policy.attention = varlen: its kernels compute in bfloat16. Use policy.attention=flex.")
+        raise ConfigError(
+            "policy.attention = varlen: its kernels do not compute in float32, only in bfloat16. Use policy.attention=flex."
+        )
     architecture = check_architecture(source)
     if architecture.caps_scores or architecture.has_sinks:
         raise ConfigError(

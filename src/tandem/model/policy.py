@@ -1,4 +1,4 @@
-"""The trained module: trunk and head of a model. It maps a pack to the numbers that its head computes."""
+"""The module that is trained: the trunk and the head of a model. Its forward pass computes log-probabilities for a pack."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,14 +23,17 @@ SCORED_MULTIPLE = 128
 
 @dataclass(frozen=True, slots=True)
 class PackInputs:
-    """A micro-batch on its device. Scored tokens are padded, so that few shapes occur and memory is reused."""
+    """A micro-batch on its device.
+
+    Scored tokens are padded to a multiple of 128, so that few shapes occur and memory is reused.
+    """
 
     token_ids: Tensor  # [rows, length]
     position_ids: Tensor  # [rows, length]
-    mask: PackMask | Tensor  # the rule of attention; unpacked, [rows, length] of which positions are real
-    predicting: Tensor  # [scored, padded]
-    target_ids: Tensor  # [scored, padded]
-    completion: Tensor  # [scored, padded]; padding belongs to one completion past the last
+    mask: PackMask | Tensor  # attention masks; if unpacked, [rows, length] bool, True for tokens and False for filler
+    predicting: Tensor  # [scored], padded
+    target_ids: Tensor  # [scored], padded
+    completion: Tensor  # [scored], padded; index of the completion, or the number of completions for padding
     completion_lengths: Tensor  # [completions]
     columns: dict[str, Tensor]  # values given in the data, by name: [completions] or [preferences]
     winners: Tensor  # [pairs]
@@ -41,7 +44,7 @@ class PackInputs:
 
 
 class Policy(nn.Module):
-    """A transformers model with a head, which today computes the log-probability of every scored token of a pack."""
+    """A transformers model with a head. The head computes the log-probability of every scored token of a pack."""
 
     def __init__(self, model: Any, *, packed: bool, attention: AttentionKind, head: Head):
         super().__init__()
@@ -57,9 +60,10 @@ class Policy(nn.Module):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Forward and backward passes go inside this context; weights must not change in it.
+        """Forward and backward passes must run inside this context. The weights must not change inside it.
 
-        If the policy has working copies, they are cast once for the whole context. Gradients are complete when it ends.
+        If the policy has bfloat16 copies of its weights, they are cast once, when the context is entered. Gradients are complete
+        when the context ends.
         """
         with ExitStack() as stack:
             for one in (self.working_copy, self.gradient_sums):
@@ -68,7 +72,7 @@ class Policy(nn.Module):
             yield
 
     def inputs(self, pack: Pack, device: torch.device) -> PackInputs:
-        """Bring a pack to the device."""
+        """Copy a pack to the device, and make its attention masks."""
         num_scored = len(pack.target_ids)
         padding = -num_scored % SCORED_MULTIPLE if num_scored else SCORED_MULTIPLE
         num_completions = len(pack.completion_lengths)
@@ -95,9 +99,9 @@ class Policy(nn.Module):
         )
 
     def forward(self, inputs: PackInputs, *, squares: bool = False) -> Tensor:
-        """Return the head's float32 numbers: log-probabilities, [scored, padded]. Those of padding must get no gradient.
+        """Return the head's numbers in float32: the log-probabilities of the scored tokens, [scored], with padding at the end.
 
-        squares: see `LanguageModelHead.compute`.
+        The padding must not receive a gradient. `squares`: see `LanguageModelHead.compute`.
         """
         if any(one is not None and not one.is_held for one in (self.working_copy, self.gradient_sums)):
             if torch.is_grad_enabled():
@@ -116,7 +120,7 @@ class Policy(nn.Module):
         return out.last_hidden_state
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The names and parameters that training updates: all of them, or only the adapters."""
+        """Return the names and parameters that training updates: all parameters, or only those of the adapters."""
         return ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
 
     @torch.no_grad()
@@ -140,10 +144,10 @@ class Policy(nn.Module):
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # every sequence has a different length: compiling would take minutes
     def plain_logps(self, prompt: Tensor, completion: Tensor, *, filler: int = 0, perturbed: bool = False) -> Tensor:
-        """Compute a completion's token log-probabilities with the model's own eager forward, one sequence at a time.
+        """Return the token log-probabilities of one completion, computed with the model's own eager forward pass.
 
-        The audit compares packs with these. `filler` tokens after the sequence change only the rounding, since no position sees
-        a later one. `perturbed` shifts every number of the embeddings by one rounding step.
+        The audit compares packs with the result. `filler`: how many tokens to add after the sequence; they change only the
+        rounding, because no token sees later tokens. `perturbed`: shift every number of the embeddings by one rounding step.
         """
         own = self.model.config._attn_implementation
         self.model.set_attn_implementation("eager")
@@ -161,12 +165,15 @@ class Policy(nn.Module):
 
 
 def _perturb(values: Tensor) -> Tensor:
-    """Shift each number up or down by one rounding step of its dtype; the directions are the same in every call."""
+    """Shift each number up or down by one rounding step of its dtype. The directions are random, but the same in every call."""
     signs = torch.randint(2, values.shape, generator=torch.Generator().manual_seed(0)).mul_(2).sub_(1).to(values.device)
     return (values.double() * (1 + signs * (torch.finfo(values.dtype).eps / 2))).to(values.dtype)
 
 
 def _real(pack: Pack) -> NDArray[np.bool_]:
-    """Mark the real positions of unpacked rows. A row of filler only counts as real: attention to nothing would give NaN."""
+    """Return which positions of unpacked rows hold tokens, not filler: [rows, length] bool.
+
+    In a row that holds only filler, all positions are True, because attention to nothing would give NaN.
+    """
     real = pack.tree != FILLER
     return real | ~real.any(axis=1, keepdims=True)

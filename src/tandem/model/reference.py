@@ -1,4 +1,4 @@
-"""The reference: log-probabilities of every scored token under the frozen start model, from a cache or computed live."""
+"""The reference: log-probabilities of every scored token under a frozen model, read from a cache or computed live."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -31,14 +31,14 @@ VALUES_PER_CHECK = 1 << 20
 
 
 class Reference(Protocol):
-    """Provides the reference's token log-probabilities for a pack, padded like the policy's."""
+    """Provides the reference's log-probability of each scored token of a pack, with the same padding as the policy's."""
 
     def token_logps(self, pack: Pack, inputs: PackInputs) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class LiveReference:
-    """A frozen model that is kept in memory with the policy."""
+    """Computes log-probabilities with a frozen model that is kept in memory with the policy."""
 
     policy: Policy
 
@@ -53,7 +53,7 @@ class LiveReference:
 
 @dataclass(frozen=True, slots=True)
 class NoReference:
-    """Log-probabilities of 0, for losses without a reference."""
+    """Returns log-probabilities of 0, for losses that do not use a reference."""
 
     def token_logps(self, pack: Pack, inputs: PackInputs) -> Tensor:
         return torch.zeros(len(inputs.target_ids), device=inputs.target_ids.device)
@@ -61,7 +61,7 @@ class NoReference:
 
 @dataclass(frozen=True, slots=True)
 class CachedReference:
-    """Token log-probabilities of a set, stored on disk in the order of its preferences."""
+    """The token log-probabilities of a set, read from disk. They are stored in the order of the set's preferences."""
 
     values: NDArray[np.float32]
     ends: NDArray[np.int64]  # where each preference's values end
@@ -78,15 +78,15 @@ class CachedReference:
 
 
 def reference_name(weights: str, tokens: str, **computed: str) -> str:
-    """Name a reference's folder in the cache after everything that decides its numbers: weights, tokens and computation.
+    """Return the name of a reference's folder in the cache: a hash of its weights, its tokens and how it is computed.
 
-    The row length is left out: it differs between GPUs, and changes only rounding.
+    The row length is not part of the name, because it differs between GPUs and changes only rounding.
     """
     return f"{tokens_prefix(tokens)}{fingerprint(LOGPS_VERSION, weights, tokens, computed)[:16]}"
 
 
 def is_reference_name(name: str) -> bool:
-    """Whether `name` has the form of `reference_name`, so that it cannot lead outside the cache.
+    """Whether `name` has the form of a `reference_name`. Such a name cannot lead outside the cache.
 
     Needed because a run's list of references may come from an untrusted file.
     """
@@ -94,7 +94,7 @@ def is_reference_name(name: str) -> bool:
 
 
 def tokens_prefix(tokens: str) -> str:
-    """The prefix that the names of all references of a set share."""
+    """Return the prefix that the names of all references of a set share. `tokens`: the fingerprint of the set's tokens."""
     return f"{tokens[:16]}-"
 
 
@@ -107,13 +107,16 @@ def cached_reference(
     progress: Callable[[int], None],
     portions: Sequence[NDArray[np.int64]] | None = None,
 ) -> CachedReference:
-    """Return the reference's log-probabilities for a set: read from `place` if it exists, or else computed and stored there.
+    """Return the reference's log-probabilities for a set. They are read from the folder `place`, or computed and stored there.
 
-    `place` must be named after everything that decides the numbers (`reference_name`). `policy` is called only if they must be
-    computed. Each of the `portions` of the set, in its order, is packed separately. A policy with the same weights and packs
-    then agrees bit for bit with newly computed numbers, and up to rounding with cached ones.
-    `progress` is called after every pack with the number of preferences completed since the last call, which is 0 except at the
-    end of a portion. It may stop the computation by raising.
+    `place` must be named by `reference_name`. `policy` loads the model, and is called only if log-probabilities must be computed.
+
+    `portions`: parts of the set (indices, in order) that are packed separately. If the policy has the same weights and the same
+    packs, its log-probabilities are bit for bit equal to those computed now, and equal up to rounding to those read from the
+    cache.
+
+    `progress` is called after every pack with the number of preferences completed since the last call. The number is 0 except at
+    the end of a portion. `progress` may raise an error to stop the computation.
     """
     store = packer.store
     # All ranks compute; one rank of each machine stores the result.
@@ -137,7 +140,7 @@ def cached_reference(
 
 
 def is_intact(place: Path, num_values: int) -> bool:
-    """Whether a cached reference exists and is intact. One that is damaged, or of the wrong size, is renamed out of the way."""
+    """Whether a cached reference exists and is intact. One that is damaged or has the wrong size is renamed to NAME.damaged."""
     if not place.is_dir():
         return False
     try:
@@ -169,7 +172,10 @@ def compute_reference(
     progress: Callable[[int], None],
     portions: Sequence[NDArray[np.int64]] | None = None,
 ) -> None:
-    """Compute the reference of a set. Each rank computes a part and receives all parts. A rank with a `path` writes them."""
+    """Compute the reference's log-probabilities for a set. Each rank computes a part, and receives the parts of all ranks.
+
+    `path`: the file to write all log-probabilities to; None: this rank writes nothing.
+    """
     store = packer.store
     ends = np.cumsum(store.num_scored_tokens)
     if portions is None:
@@ -208,7 +214,10 @@ def compute_reference(
 
 
 def _refuse_not_finite(logps: NDArray[np.float32], store: Preferences, index: int) -> None:
-    """Refuse values that would make every later run fail if they were cached. All ranks have the same values, so all raise."""
+    """Raise NonFiniteError if log-probabilities are not finite. If they were cached, every later run would fail.
+
+    All ranks have the same values, so all ranks raise the error.
+    """
     if not np.isfinite(logps).all():
         raise NonFiniteError(
             f"{store.place(index)}: the reference's log-probabilities of this preference are not finite, so no loss can be "
@@ -219,14 +228,14 @@ def _refuse_not_finite(logps: NDArray[np.float32], store: Preferences, index: in
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PendingPortion:
-    """A portion of the set, and this rank's packs of it, whose log-probabilities are being copied to the host."""
+    """A part of the set, and this rank's packs of that part. The packs' log-probabilities are being copied to the host."""
 
     indices: NDArray[np.int64]  # preferences of all ranks
     packs: list[Pack]  # of this rank
     logps: PendingHostCopy  # of every scored token, pack by pack
 
     def read(self, store: Preferences) -> list[tuple[int, NDArray[np.float32]]]:
-        """Return each preference of this rank with its log-probabilities."""
+        """Return (index, log-probabilities) for each preference that this rank computed."""
         own = np.concatenate([pack.preferences for pack in self.packs])
         parts = np.split(self.logps.read(), np.cumsum(store.num_scored_tokens[own]))[:-1]
         return list(zip(own.tolist(), parts, strict=True))
@@ -235,7 +244,10 @@ class _PendingPortion:
 def _start_portion(
     policy: Policy, packer: Packer, device: torch.device, indices: NDArray[np.int64], *, after_each: Callable[[], None]
 ) -> _PendingPortion:
-    """Start computing this rank's share of a portion, without waiting for the device. Call `after_each` after every pack."""
+    """Start to compute this rank's packs of a part of the set, without waiting for the device.
+
+    `after_each` is called after every pack.
+    """
     packs: list[Pack] = []
     values: list[Tensor] = []
     for pack in packer.micro_batches(indices):

@@ -1,4 +1,4 @@
-"""Asynchronous copies between host and device: neither side waits until the values are read."""
+"""Asynchronous copies between host and device. The host waits only when it reads the values."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def to_device(given: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
-    """Copy from host to device. For a GPU the copy goes through pinned memory, so the host does not wait for it."""
+    """Copy an array to the device. For a GPU the copy goes through pinned memory, so the host does not wait for it."""
     tensor = given if isinstance(given, Tensor) else torch.from_numpy(np.ascontiguousarray(given))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 

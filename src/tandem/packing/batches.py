@@ -28,7 +28,8 @@ class GlobalBatch:
 class Batches:
     """Decides which preferences form the batch of each step.
 
-    The batches do not depend on how preferences are packed, except if `packs` holds the packs of the whole set.
+    If the whole set was packed before training, `packs` holds its packs, and each batch consists of complete packs. Otherwise the
+    batches do not depend on how preferences are packed.
     """
 
     num_pairs: NDArray[np.int64]  # pairs of each preference
@@ -43,8 +44,8 @@ class Batches:
         """Return the preferences of an epoch, one training set after another.
 
         A set with weight 2 is in every epoch twice. A set of five preferences with weight 0.4 has two preferences in each epoch:
-        0 1 in the first, 2 3 in the second, 4 0 in the third. With `shuffle`, they are taken from a random order of the set,
-        which is the same for all epochs.
+        0 1 in the first, 2 3 in the second, 4 0 in the third. With `shuffle`, the two preferences are taken from
+        a random order of the set, which is the same for all epochs.
         """
         if not self.spans:
             return np.arange(len(self.num_pairs))
@@ -92,9 +93,10 @@ class Batches:
     def _min_last_batch(self, others: list[GlobalBatch]) -> int:
         """Return the smallest number of pairs with which `drop_last` keeps the last batch.
 
-        This is the number of pairs in the smallest of the `others`, but at most the batch size. Example: with 3 pairs in every
-        preference and batch size 4, every batch has 3 pairs, and a last batch of 3 pairs is kept. If batches consist of packs,
-        this is the smallest number of pairs that a batch before the last can have.
+        `others`: the batches before the last. The last batch is kept if it has `batch_size` pairs, or at least as many pairs as
+        the smallest of the `others`.
+        Example: with 3 pairs in every preference and batch size 4, every batch has 3 pairs, and a last batch of 3 pairs is kept.
+        If batches consist of packs, the result is the smallest number of pairs that a batch before the last can have.
         """
         if self.packs is None:
             return min([self.batch_size, *(batch.num_pairs for batch in others)])

@@ -142,7 +142,7 @@ def _cells(
 
 
 def _segments(tree: IntArray, branch: IntArray, position_ids: IntArray) -> _Segments:
-    """Return the segments of a row: runs of columns with the same tree and branch. Filler is not a segment."""
+    """Return the segments of a row: runs of columns with the same `tree` and `branch` (see Pack). Filler is not a segment."""
     borders = np.concatenate([[0], np.flatnonzero(np.diff(tree) | np.diff(branch)) + 1, [len(tree)]])
     start, end = borders[:-1], borders[1:]
     real = tree[start] != FILLER

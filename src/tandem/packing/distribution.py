@@ -42,7 +42,7 @@ def row_cost(
     4 * hidden_size operations, half for the score and half for the value, so a pair costs 1 / (6 * hidden_size) of the unit.
 
     Example: a prompt of 4 tokens with completions of 2 and 3 has 9 tokens and 10 + (8 + 3) + (12 + 6) = 39 (query, key) pairs.
-    With arrangement repeated, it has 13 tokens and 21 + 28 = 49 pairs.
+    If every completion has its own copy of the prompt (arrangement repeated), there are 13 tokens and 21 + 28 = 49 pairs.
     """
     owner = np.repeat(np.arange(len(prompts)), num_completions)
     own_pairs = completion_lengths * (prompts[owner] + (completion_lengths + 1) / 2)

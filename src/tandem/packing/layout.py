@@ -62,8 +62,9 @@ def lay_out(
     length: int,
     arrangement: Arrangement = "shared",
 ) -> Pack:
-    """Lay out preferences one after another in a row. With arrangement separate, every completion has a separate row.
+    """Lay out preferences one after another in a row.
 
+    With arrangement separate, every completion has its own row, which starts with a copy of the prompt.
     `indices`: the index of each preference in the data set. Without preferences, the result is a row of filler.
     """
     plans = [_rows(preference, length, arrangement) for preference in preferences]
@@ -183,6 +184,7 @@ class _Writer:
 def _rows(preference: TokenizedPreference, length: int, arrangement: Arrangement) -> list[list[list[int]]]:
     """Return the rows of a preference: a list of rows. A row is a list of trees; a tree is a list of completion indices.
 
+    With arrangement shared, completions in the same row share one prompt. With repeated, every completion has its own copy.
     Example: a prompt of 4 tokens, completions of 2, 3 and 2 tokens. In rows of 10, shared gives [[[0, 1]], [[2]]] and repeated
     gives [[[0]], [[1]], [[2]]]. In rows of 11, shared gives [[[0, 1, 2]]].
     """

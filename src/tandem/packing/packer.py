@@ -111,20 +111,24 @@ class Packer:
         return max(self.row_length(bin) for bin in bins)
 
     def num_rows(self, bin: IntArray) -> int:
-        """Return how many rows a bin takes: 1, except for a preference longer than a row, and with arrangement separate."""
+        """Return how many rows a bin takes.
+
+        A bin takes several rows if its only preference is longer than a row. With arrangement separate, a bin takes one row per
+        completion. Every other bin takes one row.
+        """
         if self.arrangement != "separate" and int(self.sizes[bin].sum()) <= self.length:
             return 1
         return self.row(bin.tolist(), self.length).token_ids.shape[0]
 
     def row(self, chosen: list[int], length: int) -> Pack:
-        """Lay out the preferences `chosen` as a pack with rows of `length` tokens."""
+        """Lay out preferences as a pack with rows of `length` tokens. `chosen`: the indices of the preferences in the set."""
         return lay_out(chosen, [self.store[i] for i in chosen], length=length, arrangement=self.arrangement)
 
 
 def row_sizes(store: Preferences, arrangement: Arrangement) -> IntArray:
     """Return how many tokens each preference takes in a row.
 
-    With arrangement separate, this is the longest row of the preference.
+    With arrangement separate, every completion has its own row, and the number of tokens in the longest row is returned.
     Example: a prompt of 4 tokens, completions of 2 and 3 tokens take 9 (shared), 13 (repeated) or 7 (separate).
     """
     if arrangement == "shared":

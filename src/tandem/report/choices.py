@@ -137,7 +137,7 @@ def _run_length(setup: Setup) -> str:
 def _pairs_of_epochs(setup: Setup) -> str:
     """Return the number of pairs in all epochs, as text. For more than MAX_COUNTED_EPOCHS epochs, return the number per epoch.
 
-    Pairs that drop_last leaves out of a batch are counted too.
+    The pairs of an incomplete last batch are counted, even if drop_last leaves that batch out.
     """
     batches, epochs = setup.plan.batches, setup.config.dpo.max_num_epochs
     if epochs > MAX_COUNTED_EPOCHS:

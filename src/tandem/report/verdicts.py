@@ -1,6 +1,6 @@
 """Judges a run by the records of metrics.jsonl.
 
-Each verdict describes a problem, with numbers and advice, or says that there is none.
+Each verdict describes a problem, with numbers and advice, or says that no problem was found.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -62,7 +62,7 @@ class History:
 
     @property
     def start(self) -> Record | None:
-        """The record from before the first step; None if there is none."""
+        """The metrics from before the first step; None if they were not measured."""
         return self.first if self.first["step"] == 0 and len(self.records) > 1 else None
 
     @property
@@ -208,7 +208,7 @@ def _accuracy_reversed(history: History) -> str | None:
 
 
 def _label_hint(history: History, guess: float) -> str:
-    """Return advice on swapped labels. They are not the cause if accuracy on the training pairs has not risen either."""
+    """Return text that says whether swapped labels may be the cause of low accuracy. Advice on other causes follows the text."""
     if history.split == "train":
         return "These are the training pairs, so swapped labels are not the cause: "
     trained = _quarter_means(history.training)[-1]["accuracy"] if history.training else None

@@ -42,7 +42,7 @@ def cache_dir() -> Path:
 def check_cache_dir() -> None:
     """Raise an error if the cache directory cannot be created or written. This is checked before any work is done.
 
-    Also remove temporary folders in it that were left by killed processes on this machine.
+    Also remove temporary folders that killed processes on this machine left in the cache directory.
     """
     folder = cache_dir()
     check_writable(folder, f"the cache directory {folder}", "Set TANDEM_CACHE to a writable directory.")
@@ -226,7 +226,7 @@ def is_export(folder: Path) -> bool:
 
 
 def write_manifest(folder: Path, known: Mapping[str, str] = MappingProxyType({}), **facts: Any) -> None:
-    """Write `manifest.json`: the facts, the SHA-256 of every other file in the folder, and a fingerprint of the manifest.
+    """Write `manifest.json` with `facts`, the SHA-256 of the other files in the folder, and a fingerprint of the manifest.
 
     `known`: file name -> SHA-256, for files whose hash is already known. These files are not read.
     """
@@ -242,7 +242,7 @@ def write_manifest(folder: Path, known: Mapping[str, str] = MappingProxyType({})
 def read_manifest(folder: Path, needed: Collection[str] = ()) -> dict[str, Any]:
     """Read `manifest.json` and verify the SHA-256 of every file that it lists.
 
-    Raise ValueError for the first file that is missing or differs. `needed`: files that the manifest must list.
+    Raise ValueError if a file is missing or has another SHA-256. `needed`: files that the manifest must list.
     """
     manifest = intact_manifest(folder)
     for name in needed:

@@ -142,7 +142,7 @@ def remove_abandoned(folder: Path, *names: str, is_held: bool) -> None:
 
     `names`: patterns. Only files and folders whose final name matches one of them are removed. `is_held`: True if no
     other process on any machine can be writing to `folder`. If False, only folders that were written on this machine are
-    removed: temporary files do not record their machine.
+    removed. Files and links are kept, because they do not record the machine that wrote them.
     """
     for path in sorted(folder.glob(".*")):
         found = _TEMPORARY.fullmatch(path.name)

@@ -18,7 +18,7 @@ QUOTE_OR_END = re.compile(r"(\\*)('|\Z)")
 
 
 def tandem_command(*arguments: str) -> str:
-    """A tandem command line: `tandem ...` if the shell finds this installation, else `PYTHON -P -m tandem ...`."""
+    """Return a tandem command line: `tandem ...` if the shell finds this installation, otherwise `PYTHON -P -m tandem ...`."""
     found = shutil.which("tandem")
     own_scripts = (Path(sys.argv[0]).resolve(), (Path(sys.executable).parent / "tandem").resolve())
     is_on_path = found is not None and Path(found).resolve() in own_scripts
@@ -26,7 +26,7 @@ def tandem_command(*arguments: str) -> str:
 
 
 def python_command(code: str) -> str:
-    """A command line that runs Python code with this Python installation."""
+    """Return a command line that runs `code` with this Python installation."""
     found = shutil.which("python")
     here = Path(sys.executable).parent
     is_on_path = found is not None and Path(found).parent.resolve() == here.resolve()
@@ -34,12 +34,12 @@ def python_command(code: str) -> str:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra of tandem. It runs in a checkout, because tandem is not on PyPI."""
+    """Return the command that installs an extra of tandem. The user must run it in a checkout, because tandem is not on PyPI."""
     return f"pip install '.[{extra}]'"
 
 
 def override(key: str, value: Any) -> str:
-    """Format an override, with quotes if the value needs them: "a b" -> key='a b'"""
+    """Return the override key=value, with quotes if the value needs them, as in key='a b'."""
     return f"{key}={_quote(value)}"
 
 
@@ -50,7 +50,7 @@ def with_override(overrides: Sequence[str], key: str, value: Any) -> list[str]:
 
 
 def key_of(text: str) -> str:
-    """The key of an override. dpo.wpo=true, +dpo.wpo=true, ~dpo.wpo -> dpo.wpo"""
+    """Return the key of an override: dpo.wpo for each of dpo.wpo=true, +dpo.wpo=true and ~dpo.wpo."""
     return text.lstrip("+~").partition("=")[0]
 
 

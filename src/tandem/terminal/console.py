@@ -13,7 +13,7 @@ from tandem.terminal.printable import escaped
 
 
 class SafeConsole(Console):
-    """A console that escapes the text it prints. It bypasses EscapedStream, which would also escape colours."""
+    """A rich console that escapes control characters in text. It bypasses EscapedStream, which would also escape its colours."""
 
     def __init__(self, **settings: Any):
         super().__init__(**{"highlight": False, "soft_wrap": True, "markup": False, "emoji": False, **settings})
@@ -33,7 +33,10 @@ class SafeConsole(Console):
 
 
 class EscapedProxy(FileProxy):
-    """Prints above a progress bar. FileProxy alone would turn escape sequences in the text into styles and links."""
+    """Writes escaped text above a progress bar.
+
+    rich's FileProxy alone would turn escape sequences in text into styles and links.
+    """
 
     def write(self, text: str) -> int:
         super().write(escaped(text))
@@ -42,7 +45,10 @@ class EscapedProxy(FileProxy):
 
 @contextmanager
 def printing_above(console: Console) -> Iterator[None]:
-    """Make print() write above the progress bar of `console`, if it prints to a terminal."""
+    """Make text that is printed inside this context appear above the progress bar of `console`.
+
+    Standard output or error that is not a terminal is left unchanged.
+    """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (
         cast(TextIO, EscapedProxy(console, stream)) if stream.isatty() else stream for stream in before

@@ -31,14 +31,14 @@ def escaped(text: str) -> str:
 
 
 def listed(items: Iterable[object], *, most: int = LISTED_ITEMS) -> str:
-    """Join items for a message, at most `most` of them: "a, b, c and 97 more"."""
+    """Join items for a message, showing at most `most` of them: "a, b, c and 97 more"."""
     shown = [text if len(text) <= LISTED_CHARACTERS else f"{text[:LISTED_CHARACTERS]}..." for text in map(str, items)]
     more = f" and {len(shown) - most:,} more" if len(shown) > most else ""
     return ", ".join(shown[:most]) + more
 
 
 def shortened(text: str) -> str:
-    """Leave out the middle of a message longer than LONGEST_MESSAGE."""
+    """Return `text`. If it is longer than LONGEST_MESSAGE, its middle is left out."""
     if len(text) <= LONGEST_MESSAGE:
         return text
     head = LONGEST_MESSAGE - MESSAGE_END
@@ -46,7 +46,7 @@ def shortened(text: str) -> str:
 
 
 def without_password(text: str) -> str:
-    """Remove user and password from URLs. http://me:secret@host/ -> http://host/"""
+    """Remove user and password from URLs: http://me:secret@host/ becomes http://host/."""
     return CREDENTIALS.sub("", text)
 
 
@@ -62,7 +62,10 @@ class Secrets:
         self._windows.clear()
 
     def add(self, name: str, value: str, words: Collection[str]) -> None:
-        """Hide a value in all later text. words: words of the schema that are never hidden, such as float32."""
+        """Hide `value`, the value of the environment variable `name`, in all later text.
+
+        `words`: words of the schema, such as float32, which are never hidden.
+        """
         for one in _spellings(value):
             if len(one) >= SHORTEST_SECRET and one not in words:
                 self._values[one] = name
@@ -77,7 +80,10 @@ class Secrets:
             }
 
     def scrub(self, text: str) -> str:
-        """Replace each value, and each fragment of a value that is long enough, by $NAME."""
+        """Return `text` with every hidden value, and every long fragment of one, replaced by $NAME.
+
+        NAME is the environment variable that has the value.
+        """
         if not self._values:
             return text
         marks: list[str | None] = [None] * len(text)
@@ -102,12 +108,12 @@ SECRETS = Secrets()
 
 
 def scrubbed(text: str) -> str:
-    """Hide values from the environment, and remove passwords from URLs."""
+    """Return `text` with values from the environment hidden, and with user and password removed from URLs."""
     return without_password(SECRETS.scrub(text))
 
 
 def _spellings(value: str) -> set[str]:
-    """The ways a message may write a value: unchanged, quoted, on one line, in lower case, or as a number."""
+    """Return the ways in which a message may write a value: unchanged, quoted, on one line, in lower case, or as a number."""
     spellings = {value, json.dumps(value)[1:-1], repr(value)[1:-1], " ".join(value.split()), value.lower()}
     try:
         number = float(value)

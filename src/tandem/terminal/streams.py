@@ -1,4 +1,4 @@
-"""Wraps standard output and error: escapes control characters, and handles a pipe or terminal that its reader closes."""
+"""Wraps standard output and error: escapes control characters, and handles pipes and terminals that are closed early."""
 
 import errno
 import os
@@ -16,11 +16,14 @@ CLOSED_ERRNOS = (errno.EPIPE, errno.EIO)  # a closed pipe, a closed terminal
 
 
 class ReaderGone(BaseException):
-    """The reader closed standard output. Not an Exception, so that `except Exception` does not catch it."""
+    """Standard output was closed by the process that reads it. Not an Exception, so that `except Exception` does not catch it."""
 
 
 class WatchedStream:
-    """A text stream that its reader may close. Later writes are discarded if `continues`; otherwise they raise ReaderGone."""
+    """A text stream that may be closed by its reader.
+
+    If `continues`, writes after that are discarded. Otherwise they raise ReaderGone.
+    """
 
     def __init__(self, stream: TextIO, *, continues: bool):
         self._stream = stream
@@ -57,7 +60,7 @@ class WatchedStream:
 
 
 class EscapedStream:
-    """A text stream that escapes control characters in all text written to it and, if `scrubs`, hides secrets."""
+    """A text stream that escapes control characters in text. If `scrubs`, it also hides secrets."""
 
     def __init__(self, stream: WatchedStream, *, scrubs: bool = False):
         self.unescaped = stream  # for SafeConsole, which escapes the text itself
@@ -74,7 +77,7 @@ class EscapedStream:
 
 
 def continue_without_reader(notice: str) -> None:
-    """Keep the command running if standard output is closed, and print `notice` to standard error."""
+    """If standard output is closed, keep the command running and print `notice` to standard error."""
     if isinstance(sys.stdout, EscapedStream):
         sys.stdout.unescaped.continues, sys.stdout.unescaped.notice = True, notice
 
@@ -92,7 +95,10 @@ def print_error(text: str) -> None:
 
 @contextmanager
 def watched_streams() -> Iterator[None]:
-    """Wrap standard output and error. If standard output is closed, exit with code 141; if standard error is, continue."""
+    """Wrap standard output and standard error inside this context.
+
+    If standard output is closed, the process exits with code 141. If standard error is closed, the process continues.
+    """
     before = sys.stdout, sys.stderr
     out, err = WatchedStream(sys.stdout, continues=False), WatchedStream(sys.stderr, continues=True)
     sys.stdout = cast(TextIO, EscapedStream(out))

@@ -12,18 +12,19 @@ LEFT_ALIGNED = ("set", "metric", "of", "run", "status")  # columns of names; all
 
 
 def wrap(text: str, width: int, hang: int | None = None) -> str:
-    """Break lines at spaces so that they have at most `width` cells. Longer words are not broken, so they can be copied.
+    """Break lines at spaces so that they have at most `width` cells.
 
-    hang: indentation of continuation lines. By default, that of the line plus two; none if the line has none.
+    Words longer than `width` stay intact, so they can be copied. `hang`: indentation of continuation lines. By default, the
+    line's own indentation plus two, or 0 if the line is not indented.
     """
     return "\n".join(_wrap_line(line, width, hang) for line in escaped(text).split("\n"))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> list[tuple[str, bool]]:
-    """Format a table as lines, each with a flag that is true for headings. width: None for no limit.
+    """Return the lines of a table, each with a flag that is True for headings. `width`: maximum line width, or None for no limit.
 
-    If the table is too wide, headings are wrapped. If that is not enough, it is split into tables below each other, each
-    with the first column and some of the others.
+    If the table is too wide, headings are wrapped. If it is still too wide, it is split into several tables below each other.
+    Each has the first column and some of the other columns.
     """
     columns, rows = list(map(escaped, columns)), [list(map(escaped, row)) for row in rows]
     wide = [max(cell_len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
@@ -42,7 +43,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | No
 
 
 def _column_blocks(widths: Sequence[int], width: int) -> list[list[int]]:
-    """Split the columns of a table: each block has the first column and as many others as fit, at least one."""
+    """Split the columns of a table into blocks of column numbers.
+
+    Each block has the first column and as many other columns as fit, but at least one.
+    """
     blocks = [[0]]
     for number in range(1, len(widths)):
         if len(blocks[-1]) > 1 and _total([widths[i] for i in (*blocks[-1], number)]) > width:

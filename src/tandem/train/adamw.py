@@ -201,7 +201,7 @@ def _update(
 ) -> None:
     """Update one tensor in place.
 
-    `start`: a number that is added to the index of each element and hashed, to make random bits.
+    `start`: seeds the random bits. The bits of element i are a hash of `start` + i.
     """
     rate, weight_decay, toward1, toward2, eps, debias1, debias2, largest, grad_scale, skipped = scalars.unbind()
     slope = grad.float() / grad_scale

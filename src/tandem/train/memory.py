@@ -85,7 +85,8 @@ def auto_row_length(
 ) -> RowLength:
     """Choose the row length.
 
-    On a GPU, choose the longest row that is expected to fit in memory, unless longer rows gain little speed.
+    On a GPU, choose the longest row length that is expected to fit in memory. Lengths that would hardly be faster than shorter
+    ones are not considered.
     `memory`: the smallest device memory of all ranks, in bytes; None: the memory of this device.
     """
     if policy.packing.mode == "dataset":
@@ -172,7 +173,7 @@ def describe_rows(packer: Packer, policy: PolicyConfig, usual: RowLength) -> str
 
 
 def filler_warning(packer: Packer, policy: PolicyConfig) -> str | None:
-    """Return a warning if pack_length is so high that a batch fills less than half of even the shortest row; otherwise None."""
+    """Return a warning if pack_length is so high that a batch would fill at most half of the shortest row; otherwise None."""
     shortest = packer.lengths[0]
     pairs = policy.train_global_batch_size / packer.share.num_ranks
     tokens = int(tokens_of_pairs(pairs, packer.sizes, packer.store))

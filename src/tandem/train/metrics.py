@@ -216,7 +216,7 @@ def summarise(table: PairTable, dpo: Dpo, precision: str, store: Preferences) ->
 
 
 def _above(difference: FloatArray, band: FloatArray | float) -> FloatArray:
-    """Return 1 where the difference is above the band around 0, 0 where it is below the band, and one half where it is inside."""
+    """Return 1 where the difference is above `band`, 0 where it is below -`band`, and 0.5 where it is in between."""
     return np.where(np.abs(difference) <= band, 0.5, (difference > 0).astype(np.float64))
 
 
@@ -228,7 +228,7 @@ def _percentiles(margin: FloatArray) -> dict[str, float]:
 def _length_metrics(table: PairTable, accuracy: FloatArray, rounding: FloatArray) -> dict[str, float]:
     """Return metrics that show whether the policy prefers longer or shorter completions.
 
-    The correlation is left out if the margins of all pairs differ by no more than rounding.
+    The correlation of margin and length is left out if all margins are equal up to rounding, or all length differences are equal.
     """
     longer = table.length_difference
     metrics = _means_where("accuracy_chosen_{}", accuracy, {"longer": longer > 0, "shorter": longer < 0})
@@ -252,9 +252,9 @@ def _reference_metrics(table: PairTable, band: float) -> dict[str, float]:
 
 
 def _score_metrics(table: PairTable, rounding: FloatArray) -> dict[str, float]:
-    """Return the mean scores, and the share of pairs that rewards and scores order alike.
+    """Return the mean scores, and the share of pairs in which the same completion has the higher reward and the higher score.
 
-    Pairs without both scores are left out.
+    A pair is left out if one of its completions has no score.
     """
     given = np.isfinite(table["score_chosen"]) & np.isfinite(table["score_rejected"])
     difference = np.sign(table["score_chosen"] - table["score_rejected"])
@@ -267,8 +267,8 @@ def _score_metrics(table: PairTable, rounding: FloatArray) -> dict[str, float]:
 
 
 def _means_where(name: str, values: FloatArray, groups: dict[str, NDArray[np.bool_]]) -> dict[str, float]:
-    """Return the mean of `values` in each group, as a dict. Empty groups are left out.
+    """Return the mean of `values` in each group, as a dict from metric name to mean. Empty groups are left out.
 
-    `name`: the pattern of the metric names.
+    `name`: the pattern of the metric names, such as "accuracy/{}". `groups`: a dict from group name to a mask of `values`.
     """
     return {name.format(group): values[members].mean() for group, members in groups.items() if members.any()}

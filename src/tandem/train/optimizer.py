@@ -27,8 +27,9 @@ from tandem.train.adamw import LocalAdamW, RoundedAdamW, Rule
 def make_optimizer(
     parameters: Iterable[torch.nn.Parameter], policy: PolicyConfig, seed: int
 ) -> LocalAdamW | RoundedAdamW:
-    """Return AdamW with its states already allocated. On the device, it clips gradients and skips non-finite steps.
+    """Return AdamW with its states already allocated.
 
+    The optimizer clips gradients and skips non-finite steps without waiting for the device.
     `seed`: the seed of the random bits for stochastic rounding.
     """
     kwargs = policy.optimizer.kwargs
@@ -91,7 +92,7 @@ def rate_factor(schedule: NamedSchedule, steps_done: int, num_steps: int) -> flo
 
 
 def _num_steps_of(ratio: float, num_steps: int) -> int:
-    """Return the share `ratio` of the steps, rounded up.
+    """Return `ratio` times the number of steps, rounded up.
 
     Floating-point error does not count: 0.07 of 100 steps are 7, although 0.07 * 100 is slightly above 7.
     """

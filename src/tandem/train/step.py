@@ -125,7 +125,7 @@ class PendingStep:
 
 
 def _places(preferences: list[int], store: Preferences) -> str:
-    """Return the places of up to ten of these preferences, without repetition."""
+    """Return the file and line of up to ten of the preferences, without repetition, such as "a.jsonl:3, a.jsonl:7"."""
     return ", ".join(list(dict.fromkeys(store.place(index) for index in preferences))[:10])
 
 

@@ -84,7 +84,7 @@ def joined_pairs(several: Sequence[Completions], dpo: Dpo, ranks: Ranks) -> Join
     views = [pair_sums(completions, dpo.ld_alpha) for completions in several]
 
     def stacked(view: PairSums) -> dict[str, torch.Tensor]:
-        """Return a dict from name to a tensor [pairs, 2]: the values of the chosen and of the rejected completion."""
+        """Return each field of `view` as a tensor [pairs, 2]: column 0 for the chosen, column 1 for the rejected completion."""
         assert view.scores is not None
         both = {
             "policy": view.policy,

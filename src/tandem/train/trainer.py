@@ -6,16 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tandem.config.load import LoadedConfig
-from tandem.config.losses import far_from_published
 from tandem.config.sections.checkpointing import Checkpointing
 from tandem.data.preflight import preflights
 from tandem.data.store.sets import write_rejects
 from tandem.errors import AlreadyReportedError, AuditError, DefectError, NonFiniteError, StoppedError
 from tandem.export.cached import export_named_checkpoints
-from tandem.model.checks.positions import long_sequence_warnings
 from tandem.model.distributed.process_group import Ranks, compute_deterministically, join_process_group
 from tandem.packing.batches import GlobalBatch, load_ahead
 from tandem.packing.packer import RankShare
@@ -23,10 +19,11 @@ from tandem.page.stored import Described, write_setup
 from tandem.report.choices import describe_choices, describe_computation
 from tandem.report.per_pair import check_per_pair
 from tandem.report.reporter import Reporter
+from tandem.report.setup_warnings import setup_warnings, unreached_limit
 from tandem.storage.cache import write_atomically
 from tandem.storage.ownership import remove_abandoned
 from tandem.train.checkpoint.checkpoints import Progress, checkpoints, refuse_taken_names, step_of
-from tandem.train.memory import device_memory, filler_warning, out_of_memory_error, peak_memory_gib
+from tandem.train.memory import device_memory, out_of_memory_error, peak_memory_gib
 from tandem.train.run.directory import (
     TEMPORARY_NAMES,
     choose_run_dir,
@@ -82,7 +79,8 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
     extended_from = ranks.from_first(lambda: check_extension(run, setup) if finished and more else None)
     if finished and more and extended_from is None:
         reporter.say(f"{run} is finished, with all of its {setup.plan.num_steps} steps: its model is in {run}/model.")
-        _warn_of_unreached_limit(setup, reporter)
+        for text in unreached_limit(setup):
+            reporter.warn(text)
         if per_pair is None:
             reporter.result(run)
             return run
@@ -119,7 +117,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
 
 
 def _report_setup(setup: Setup, run: Path, reporter: Reporter, earlier: tuple[str, str] | None, ranks: Ranks) -> None:
-    """Print the data, the settings, and warnings about both. `earlier`: a hint about an earlier run, and a command."""
+    """Print the data, the settings and warnings. `earlier`: a hint that an earlier run can be resumed, and the command for it."""
     sets, choices, computed = preflights(setup.plan.sets), describe_choices(setup), describe_computation(setup)
     if writes_page(setup, ranks):
         write_setup(run, setup, Described(sets, choices, computed, ranks.count), reporter.warn)
@@ -130,12 +128,8 @@ def _report_setup(setup: Setup, run: Path, reporter: Reporter, earlier: tuple[st
     reporter.say(f"Computed: {computed}")
     if earlier is not None:
         reporter.warn(earlier[0], command=earlier[1])
-    if filler := filler_warning(setup.plan.train, setup.config.policy):
-        reporter.warn(filler)
-    _warn_of_lost_updates(setup, reporter)
-    _warn_of_slow_arithmetic(setup, reporter)
-    _warn_of_short_run(setup, reporter)
-    _warn_of_settings(setup, reporter)
+    for text in setup_warnings(setup):
+        reporter.warn(text)
 
 
 def _choose_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> tuple[Path, bool, bool]:
@@ -173,25 +167,8 @@ def _run(t: Training, loaded: LoadedConfig, per_pair: Path | None) -> None:
 
 
 def _resumed_from(t: Training) -> dict[str, str]:
-    """Return values that each rank read from its own disk. They must be the same on every rank."""
+    """Return the fingerprints and the step that this rank read from its disk. All ranks must have read the same values."""
     return {f"the {name}": value for name, value in t.fingerprints.items()} | {"the last step": str(t.progress.step)}
-
-
-def _warn_of_lost_updates(setup: Setup, reporter: Reporter) -> None:
-    if setup.config.policy.weights == "bfloat16_nearest":
-        reporter.warn(
-            "policy.weights = bfloat16_nearest: at the learning rates of preference training most updates are lost to "
-            "rounding. policy.weights=bfloat16_stochastic keeps them in the same memory."
-        )
-
-
-def _warn_of_slow_arithmetic(setup: Setup, reporter: Reporter) -> None:
-    on_cpu = setup.device.type == "cpu" and torch.backends.mkldnn.is_available()
-    if on_cpu and setup.precision == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        reporter.warn(
-            "policy.precision = bfloat16: this CPU has no bfloat16 arithmetic, so torch takes many times as long as in float32. "
-            "policy.precision=float32 is faster here."
-        )
 
 
 def _warn_of_changed_sets(t: Training) -> None:
@@ -206,54 +183,8 @@ def _warn_of_changed_sets(t: Training) -> None:
             )
 
 
-def _warn_of_short_run(setup: Setup, reporter: Reporter) -> None:
-    asked, epochs = setup.config.dpo.max_num_steps, setup.config.dpo.max_num_epochs
-    if asked is not None and setup.plan.num_steps < asked:
-        has = "1 epoch has only" if epochs == 1 else f"{epochs} epochs have only"
-        reporter.warn(
-            f"dpo.max_num_steps = {asked}, but {has} {setup.plan.num_steps} steps. Raise dpo.max_num_epochs for more."
-        )
-    lr = setup.config.policy.optimizer.kwargs.lr
-    if setup.plan.highest_rate > 1.01 * lr:
-        reporter.warn(
-            f"policy.scheduler raises the learning rate to {setup.plan.highest_rate:g}, above policy.optimizer.kwargs.lr = "
-            f"{lr:g}. In torch's schedulers, eta_min is a learning rate, not a fraction of lr."
-        )
-    if setup.plan.highest_rate < 0.99 * lr:
-        steps = "1 step" if setup.plan.num_steps == 1 else f"{setup.plan.num_steps} steps"
-        more = "a higher dpo.max_num_steps" if setup.plan.num_steps == asked else "more epochs (dpo.max_num_epochs)"
-        reporter.warn(
-            f"in {steps} the learning rate never rises above {setup.plan.highest_rate:g}, although it is set to {lr:g}. "
-            f"Use {more}, a smaller batch, or another policy.scheduler (null: no warm-up)."
-        )
-
-
-def _warn_of_unreached_limit(setup: Setup, reporter: Reporter) -> None:
-    """Warn that raising one limit does not extend a finished run, because the other limit ends the run."""
-    dpo = setup.config.dpo
-    if setup.ends_with_epochs:
-        reporter.warn(
-            f"dpo.max_num_steps = {dpo.max_num_steps} is not reached: dpo.max_num_epochs = {dpo.max_num_epochs} ends the run at "
-            f"step {setup.plan.num_steps}. Raise dpo.max_num_epochs to extend it."
-        )
-    elif setup.plan.num_steps == dpo.max_num_steps:
-        reporter.warn(
-            f"dpo.max_num_epochs = {dpo.max_num_epochs} is not reached: dpo.max_num_steps = {dpo.max_num_steps} ends the run. "
-            "Raise dpo.max_num_steps to extend it, or set it to null."
-        )
-
-
-def _warn_of_settings(setup: Setup, reporter: Reporter) -> None:
-    """Warn about loss settings that are far from those in the paper, and about sequences that are too long for the model."""
-    dpo = setup.config.dpo
-    for text in far_from_published(dpo.preference_loss, dpo.model_dump()):
-        reporter.warn(text)
-    for text in long_sequence_warnings(setup.plan.sets, setup.source, setup.reference_source):
-        reporter.warn(text)
-
-
 def _report_what_is_kept(folder: Path, checkpointing: Checkpointing, reporter: Reporter) -> None:
-    """Print which checkpoint an interrupted run can resume from. Warn if there is none."""
+    """Print which checkpoint an interrupted run can resume from. Warn if the run cannot be resumed."""
     place = max(checkpoints(folder), key=step_of, default=None)
     if place is None:
         reporter.warn("No checkpoint was saved." if not checkpointing.enabled else "No checkpoint was saved yet.")

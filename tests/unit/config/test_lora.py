@@ -59,7 +59,7 @@ def test_exporting_adapters_without_lora_is_refused():
 def test_a_reference_model_for_a_loss_without_reference_is_refused():
     assert refusal("reference.model=there", "dpo.preference_loss=simpo") == (
         "configuration: reference.model = there has no effect: dpo.preference_loss simpo does not use a reference. "
-        "Leave it out."
+        "Leave out reference.model."
     )
 
 
@@ -73,7 +73,7 @@ def test_dropout_with_a_batch_loss_is_refused():
 def test_an_invalid_regular_expression_is_refused():
     assert refusal("policy.lora.enabled=true", 'policy.lora.target_modules="("') == (
         'command line: policy.lora.target_modules = "(" is not a valid regular expression: '
-        "missing ), unterminated subpattern at position 0."
+        "missing ), unterminated subpattern at position 0. Correct it, or give a list of layer names."
     )
 
 

@@ -9,7 +9,7 @@ from tandem.config.load import load_config
 from tandem.errors import ConfigError
 
 TOO_MUCH = (
-    "configuration: its interpolations (${key}) expand too far: to more than 2,000 resolved references, 100,000 values or "
+    "configuration: its interpolations (${key}) expand to more than 2,000 resolved references, 100,000 values or "
     "4,194,304 characters. Use fewer interpolations."
 )
 LEVELS = range(40)

@@ -30,7 +30,7 @@ def refusal(tmp_path, text):
 
 def test_references_to_references_are_counted_expanded(tmp_path):
     assert refusal(tmp_path, bomb()) == (
-        "it has more than 100,000 values once its references (*name) are expanded. Is it a configuration file?"
+        "the YAML has more than 100,000 values once its references (*name) are expanded. Is it a configuration file?"
     )
 
 
@@ -41,20 +41,24 @@ def test_merged_mappings_are_counted_too(tmp_path):
 
 @pytest.mark.parametrize("text", ["a: " + "[" * 65 + "]" * 65, "a: " + "{b: " * 5000, "- " * 3000 + "x"])
 def test_deep_nesting_is_refused(tmp_path, text):
-    assert refusal(tmp_path, text) == "it is nested more than 64 levels deep. Is it a configuration file?"
+    assert refusal(tmp_path, text) == "the YAML is nested more than 64 levels deep. Is it a configuration file?"
 
 
 def test_nesting_by_references_is_refused(tmp_path):
     lines = ["a0: &a0 x", *(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 70))]
-    assert refusal(tmp_path, "\n".join(lines)) == ("it is nested more than 64 levels deep. Is it a configuration file?")
+    assert refusal(tmp_path, "\n".join(lines)) == (
+        "the YAML is nested more than 64 levels deep. Is it a configuration file?"
+    )
 
 
 def test_a_value_that_refers_to_itself_is_refused(tmp_path):
-    assert refusal(tmp_path, "policy: &a {x: *a}") == "&a refers to itself. Is it a configuration file?"
+    assert refusal(tmp_path, "policy: &a {x: *a}") == "the anchor &a refers to itself. Is it a configuration file?"
 
 
 def test_a_huge_file_is_refused(tmp_path):
-    assert refusal(tmp_path, "#" * 5_000_000) == "it has more than 4,194,304 characters. Is it a configuration file?"
+    assert (
+        refusal(tmp_path, "#" * 5_000_000) == "the YAML has more than 4,194,304 characters. Is it a configuration file?"
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +74,7 @@ def test_a_huge_file_is_refused(tmp_path):
 )
 def test_a_number_of_too_many_digits_is_one_message(tmp_path, number):
     assert refusal(tmp_path, f"dpo: {{val_period: {number}}}") == (
-        "it has a number of more than 1,000 digits. Is it a configuration file?"
+        "the YAML has a number of more than 1,000 digits. Is it a configuration file?"
     )
 
 
@@ -109,7 +113,7 @@ def test_the_front_matter_of_a_dataset_has_the_same_limits():
     with pytest.raises(DataError) as refused:
         choose_files("some/set", ["a.jsonl"], f"---\n{bomb()}\n---\n", subset=None, split=None)
     assert str(refused.value).startswith(
-        "some/set: the front matter of README.md: it has more than 100,000 values once its references (*name) are expanded"
+        "some/set: the front matter of README.md: the YAML has more than 100,000 values once its references (*name) are expanded"
     )
 
 

@@ -390,7 +390,8 @@ def test_an_array_has_as_many_bytes_as_its_numbers_take(tmp_path):
     data = file.read_bytes()
     assert data.count(b"K\x04\x85") == 1
     file.write_bytes(data.replace(b"K\x04\x85", b"K\x03\x85"))
-    assert refusal(file) == f"an array of 3 items of type 'i8' has 32 bytes.{PACK_AGAIN_HINT}"
+    expected = "the file contains an array of a wrong size or type (3 items of type 'i8' in 32 bytes)."
+    assert refusal(file) == f"{expected}{PACK_AGAIN_HINT}"
 
 
 HOSTILE = {

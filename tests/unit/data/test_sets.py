@@ -232,7 +232,7 @@ def test_a_weight_is_no_more_than_memory_can_hold():
 )
 def test_a_validation_set_has_no_weight(given, name):
     assert refusal("data.train=a.jsonl", given) == (
-        f"command line: validation set {name} has weight 2.0, but only training sets can have one. Leave it out."
+        f"command line: validation set {name} has weight 2.0, but only training sets can have a weight. Leave out the weight."
     )
 
 

@@ -279,7 +279,7 @@ def test_no_byte_of_the_tokens_at_all_is_followed_out_of_bounds(prepared):
         ),
         (
             {"counts": {"rows": 4, "accepted": 3, "bad": {}, "filtered": {}}},
-            "counts: accepted, bad and filtered do not add up to rows",
+            "accepted, bad and filtered rows do not add up to the number of rows",
         ),
         ({"made_of": 5}, "made_of: Input should be a valid dictionary"),
         (

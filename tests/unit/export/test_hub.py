@@ -79,7 +79,8 @@ def test_an_upload_without_a_token_is_refused_before_the_export(monkeypatch):
     with pytest.raises(ConfigError) as refused:
         check_repository("me/model", dry_run=False)
     assert str(refused.value) == (
-        "--push-to-hub me/model: there is no token for the hub. Set HF_TOKEN to one that may write, or run `hf auth login`."
+        "--push-to-hub me/model: there is no token for the hub. Set HF_TOKEN to a token with write access, or run "
+        "`hf auth login`."
     )
     check_repository("me/model", dry_run=True)
 

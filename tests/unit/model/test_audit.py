@@ -39,7 +39,7 @@ def test_a_wrong_attention_rule_is_caught(tmp_path, monkeypatch):
         short_run(tmp_path / "run", f"reference.cache_dir={tmp_path}/cache", few_pairs(tmp_path))
     assert re.fullmatch(
         r"audit: policy\.model_name = .*: .*few\.jsonl:\d+ \(completion 1\): packed log-probabilities differ from the model's "
-        r"plain forward by [\d.e-]+ nats a token \(rounding explains 0\.0001\), so training would not be exact\. Nothing was "
+        r"plain forward by [\d.e-]+ nats a token \(rounding explains 0\.0001\), so losses would be wrong\. Nothing was "
         r"trained\. Train this model with policy\.packing\.mode=none, and report it\.",
         str(caught.value),
     )
@@ -59,7 +59,9 @@ def test_the_refusal_of_an_unpacked_run_does_not_advise_to_unpack(tmp_path, monk
     with pytest.raises(AuditError) as caught:
         short_run(tmp_path / "run", "policy.packing.mode=none", few_pairs(tmp_path))
     assert "padded log-probabilities differ" in str(caught.value)
-    assert str(caught.value).endswith("Nothing was trained. This model cannot be trained exactly: please report it.")
+    assert str(caught.value).endswith(
+        "Nothing was trained. tandem cannot train this model correctly: please report it."
+    )
 
 
 def test_a_shifted_gather_is_caught(tmp_path, monkeypatch):
@@ -234,14 +236,14 @@ def test_the_tolerance_grows_with_the_measured_rounding_up_to_a_maximum(monkeypa
     )
     monkeypatch.setattr(audit, "_compare", lambda *_: [one])
     monkeypatch.setattr(audit, "_check_calls", lambda *_: None)
-    monkeypatch.setattr(audit, "_check_last_columns", lambda *_: None)
+    monkeypatch.setattr(audit, "_check_last_columns", lambda *_, **__: None)
     monkeypatch.setattr(audit, "_longest_that_fits", lambda *_: 100)
 
     class OnePack:
         class store:
             longest = np.array([10, 20, 500])
 
-        def alone(self):
+        def for_single_rank(self):
             return self
 
         def micro_batches(self, _):
@@ -487,8 +489,8 @@ def test_a_model_that_depends_on_columns_far_along_a_row_is_refused(tmp_path):
         short_run(run, *named, "policy.packing.pack_length=2048")
     assert re.fullmatch(
         r"audit: policy\.model_name = .*: .*few\.jsonl:\d+ \(completion [01]\): its log-probabilities at the end of a row of "
-        r"2,048 tokens differ from those at the beginning by [\d.e-]+ nats a token \(rounding explains 0\.0001\), so training "
-        r"would not be exact\. Nothing was trained\. Lower policy\.packing\.pack_length, or train this model with "
+        r"2,048 tokens differ from those at the beginning by [\d.e-]+ nats a token \(rounding explains 0\.0001\), so losses "
+        r"would be wrong\. Nothing was trained\. Lower policy\.packing\.pack_length, or train this model with "
         r"policy\.packing\.mode=none, and report it\.",
         str(caught.value),
     )

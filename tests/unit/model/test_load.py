@@ -203,7 +203,7 @@ def test_position_scaling_that_depends_on_the_row_is_refused_beyond_its_limit(fo
             check_packable(source, Policy(max_total_sequence_length=101, packing=packing))
         assert str(refused.value) == (
             f"policy.model_name = it: beyond 100 tokens its {kind} position scaling depends on the longest sequence computed at "
-            "the same time, so training would not be exact. Set policy.max_total_sequence_length=100 or less."
+            "the same time, so sequences would change each other. Set policy.max_total_sequence_length=100 or less."
         )
 
 

@@ -16,7 +16,7 @@ from tandem.errors import ConfigError
 from tandem.model.checks.positions import check_positions, long_sequence_warnings, position_limit
 from tandem.model.files.source import ModelSource
 from tandem.model.files.tiny import tiny_model
-from tandem.train import trainer
+from tandem.report.setup_warnings import unusual_settings
 from tandem.train.start.setup import set_up
 
 
@@ -165,9 +165,7 @@ def test_a_run_warns_of_long_sequences_and_of_settings_far_from_the_paper(tmp_pa
     (folder / "config.json").write_text(json.dumps({**described, "max_position_embeddings": 120}))
     overrides = [f"policy.model_name={folder}", "data.train.data_path=embedded", "dpo.preference_loss=simpo"]
     setup = set_up(load_config(None, overrides).config, torch.device("cpu"))
-    warnings: list[str] = []
-    trainer._warn_of_settings(setup, SimpleNamespace(warn=warnings.append))  # type: ignore[arg-type]
-    assert [text.partition(":")[0] for text in warnings] == [
+    assert [text.partition(":")[0] for text in unusual_settings(setup)] == [
         "dpo.reference_policy_kl_penalty = 0.1 is 20 times less than the published value for simpo (2 to 10, arXiv",
         *[f"policy.model_name = {folder}"] * 2,  # one for the training set, one for the validation set
     ]

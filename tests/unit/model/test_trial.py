@@ -209,7 +209,7 @@ def test_a_models_own_mask_is_refused_in_packs():
     ],
 )
 def test_settings_that_need_the_list_of_layers_are_refused_for_a_model_without_one(settings, num_ranks, message):
-    why = "needs a model with a list of layers in the usual place, which it (model type gemma3) does not have."
+    why = "needs a model whose layers are in a list named `layers`, which it (model type gemma3) does not have."
     source = ModelSource("it", None, tiny_config("gemma3"))  # type: ignore[arg-type]
     assert refusal(check_layers, source, policy(**settings), num_ranks) == message.format(why)
 
@@ -219,7 +219,7 @@ def test_a_model_without_a_list_of_layers_is_refused_before_weights_load(tmp_pat
     template = {"chat_template": str(embedded_model() / "chat_template.jinja")}
     given = Policy(model_name=str(model), activation_checkpointing="full", tokenizer=template)
     assert refusal(set_up, Config(policy=given), CPU).startswith(
-        "policy.activation_checkpointing = full: needs a model with a list of layers"
+        "policy.activation_checkpointing = full: needs a model whose layers are in a list"
     )
 
 
@@ -227,7 +227,7 @@ def test_a_reference_model_without_a_list_of_layers_is_refused_too(tmp_path):
     model = model_folder(tmp_path / "reference", "gpt2", n_embd=32, n_head=4, n_layer=2, n_positions=2048)
     given = {"policy": Policy(activation_checkpointing="full"), "reference": {"model": str(model)}}
     assert refusal(set_up, Config(**given), CPU) == (
-        f"policy.activation_checkpointing = full: needs a model with a list of layers in the usual place, which {model} (model "
+        f"policy.activation_checkpointing = full: needs a model whose layers are in a list named `layers`, which {model} (model "
         "type gpt2) does not have. Leave it out."
     )
 

@@ -92,8 +92,8 @@ def test_attention_for_packs_is_refused_without_packing(kind):
 @pytest.mark.parametrize(
     ("changes", "device", "message"),
     [
-        ({"compile": True}, "cpu", "without a GPU, layers with it cannot be compiled. Leave out policy.compile."),
-        ({}, "cuda", "its kernels compute in bfloat16. Use policy.attention=flex."),
+        ({"compile": True}, "cpu", "it cannot be compiled without a GPU. Leave out policy.compile."),
+        ({}, "cuda", "its kernels do not compute in float32, only in bfloat16. Use policy.attention=flex."),
     ],
 )
 def test_settings_that_the_varlen_kernels_do_not_support_are_refused(changes, device, message):

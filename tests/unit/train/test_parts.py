@@ -117,5 +117,5 @@ def test_a_file_that_is_not_safetensors_is_refused(tmp_path):
     file.unlink()
     os.mkfifo(file)  # reading it would wait for somebody to write
     assert (
-        refusal(tmp_path, torch.zeros(5, 3)) == f"{file}: it is not a file, so no run can resume from this checkpoint"
+        refusal(tmp_path, torch.zeros(5, 3)) == f"{file}: not a regular file, so no run can resume from this checkpoint"
     )

@@ -215,7 +215,8 @@ def test_a_live_reference_is_refused_if_the_loss_has_no_reference():
     with pytest.raises(ConfigError) as refused:
         load_config(None, ["dpo.preference_loss=simpo", "reference.mode=live"])
     assert str(refused.value) == (
-        "configuration: reference.mode = live has no effect: dpo.preference_loss simpo does not use a reference. Leave it out."
+        "configuration: reference.mode = live has no effect: dpo.preference_loss simpo does not use a reference. "
+        "Leave out reference.mode."
     )
 
 

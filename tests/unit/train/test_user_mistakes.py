@@ -13,8 +13,8 @@ from tandem.embedded.files import TRAIN
 from tandem.errors import ConfigError
 from tandem.model.files.tiny import tiny_model
 from tandem.paths import check_models
+from tandem.report import setup_warnings
 from tandem.report.choices import describe_choices
-from tandem.report.reporter import Reporter
 from tandem.train import trainer
 
 
@@ -77,21 +77,19 @@ def test_truncated_weights_are_named(tmp_path):
     assert message.endswith("Is the download complete?")
 
 
-def test_a_run_shorter_than_its_warm_up_is_warned_of(tmp_path, capsys):
+def test_a_run_shorter_than_its_warm_up_is_warned_of(tmp_path):
     loaded = load_config(None, ["dpo.max_num_steps=3", f"run.dir={tmp_path}/run"])
     setup = trainer.set_up(loaded.config, trainer.join_process_group().device)
-    trainer._warn_of_short_run(setup, Reporter("quiet"))
-    assert " ".join(capsys.readouterr().out.split()) == (
-        "warning: in 3 steps the learning rate never rises above 0.00019, although it is set to 0.001. "
+    assert list(setup_warnings.short_run(setup)) == [
+        "in 3 steps the learning rate never rises above 0.00019, although it is set to 0.001. "
         "Use a higher dpo.max_num_steps, a smaller batch, or another policy.scheduler (null: no warm-up)."
-    )
+    ]
 
 
-def test_a_run_as_long_as_its_warm_up_is_not_warned_of(tmp_path, capsys):
+def test_a_run_as_long_as_its_warm_up_is_not_warned_of(tmp_path):
     setup = trainer.set_up(load_config(None, []).config, trainer.join_process_group().device)
     assert setup.plan.highest_rate == 1e-3
-    trainer._warn_of_short_run(setup, Reporter("quiet"))
-    assert capsys.readouterr().out == ""
+    assert list(setup_warnings.short_run(setup)) == []
 
 
 @pytest.mark.parametrize("weights", ["bfloat16_stochastic", "bfloat16_nearest"])
@@ -129,14 +127,12 @@ def test_weights_rounded_to_the_nearest_are_warned_of(tmp_path, capsys):
 def test_a_cpu_without_bfloat16_is_warned_of(precision, known, monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: known, raising=False)
-    printed = []
     setup = SimpleNamespace(device=torch.device("cpu"), precision=precision)
-    trainer._warn_of_slow_arithmetic(setup, SimpleNamespace(warn=printed.append))
     slow = (
         "policy.precision = bfloat16: this CPU has no bfloat16 arithmetic, so torch takes many times as long as in float32. "
         "policy.precision=float32 is faster here."
     )
-    assert printed == ([slow] if precision == "bfloat16" and not known else [])
+    assert list(setup_warnings.slow_arithmetic(setup)) == ([slow] if precision == "bfloat16" and not known else [])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Suggests a key in place of an unknown one: one that another trainer calls by that name, or one with a similar name."""
+"""Suggests a key in place of an unknown one: the key for another trainer's option of that name, or a key spelled similarly."""
 
 import re
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ LONGEST_NAME = 80  # longer names are not compared with keys, which are all shor
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What to use instead of an option of another trainer: a key, a note that explains what to do, or both."""
+    """What to use instead of an option of another trainer: a key of tandem, a note that explains what to do, or both."""
 
     key: str | None
     note: str | None
@@ -28,7 +28,7 @@ class Meaning:
 
 @cache
 def other_names() -> dict[str, Meaning]:
-    """The options of other trainers, by name in lower case."""
+    """Return a dict from options of other trainers, in lower case, to what to use instead."""
     text = resources.files("tandem.config.compat").joinpath(TABLE).read_text(encoding="utf-8")
     text = text.replace("{losses_without_reference}", join_names(without_reference(), "and"))
     return {name: _meaning(given) for name, given in yaml.safe_load(text).items()}
@@ -42,7 +42,7 @@ def _meaning(given: str | list[str]) -> Meaning:
 
 
 def describe_unknown_key(key: str) -> str:
-    """The message about a key that is not in the schema, with a suggestion if there is one."""
+    """Return the message about a key that is not in the schema, with a suggestion if there is one."""
     if key in key_names():
         return f"the key {key} is written with dots. In a file, write nested sections instead."
     hint = suggestion(key)
@@ -50,7 +50,7 @@ def describe_unknown_key(key: str) -> str:
 
 
 def suggestion(key: str) -> str | None:
-    """Suggest what to write instead of an unknown key; None if no key is close, because a wrong suggestion would mislead."""
+    """Return a hint on what to write instead of an unknown key. None if no known key is similar: a wrong hint would mislead."""
     plain = key.lower().replace("-", "_")
     leaf = plain.rpartition(".")[2]
     names = other_names()
@@ -66,7 +66,7 @@ def suggestion(key: str) -> str | None:
 
 
 def similar_key(key: str) -> str | None:
-    """The key with a similar spelling in the same section, or None."""
+    """Return the key of the same section whose spelling is closest to `key`, or None if no spelling is close."""
     section, _, leaf = key.rpartition(".")
     of_one = re.sub(r"\.\d+$", "", section)  # data.train.0 is one of several training sets
     here = [name.rpartition(".")[2] for name in key_names() if name.rpartition(".")[0] == of_one]
@@ -75,13 +75,16 @@ def similar_key(key: str) -> str | None:
 
 
 def _with_leaf(leaf: str) -> str | None:
-    """The key whose last part is `leaf`, not counting data.default; None if there are several or none."""
+    """Return the only key whose last part is `leaf`, or None if there are several or none. Keys of data.default do not count."""
     found = [name for name in key_names() if name.rpartition(".")[2] == leaf and not name.startswith("data.default.")]
     return found[0] if len(found) == 1 else None
 
 
 def _closest(name: str, known: Iterable[str]) -> str | None:
-    """The closest known name: at most one edit away, or two if `name` has eight letters or more. None if there is none."""
+    """Return the known name closest to `name`, or None if every known name is too different.
+
+    A name may differ by one edit, or by two if `name` has at least eight letters.
+    """
     if len(name) > LONGEST_NAME:
         return None
     most = 2 if len(name) >= 8 else 1
@@ -90,7 +93,10 @@ def _closest(name: str, known: Iterable[str]) -> str | None:
 
 
 def edits(one: str, other: str) -> int:
-    """Edit distance: letters inserted, deleted, replaced or swapped with their neighbour. wieght -> weight is 1."""
+    """Return the edit distance of two names: 1 for wieght and weight.
+
+    An edit inserts, deletes or replaces a letter, or swaps it with its neighbour.
+    """
     before: list[int] = []
     above = list(range(len(other) + 1))
     for i, letter in enumerate(one, 1):

@@ -11,7 +11,7 @@ class Checkpointing(Section):
     enabled: bool = Field(default=True, description="save checkpoints")
     checkpoint_dir: PathText | None = Field(
         default=None,
-        description="checkpoint folder; null: {run.dir}/checkpoints; if run.dir is null, this is the run directory",
+        description="checkpoint folder; null: {run.dir}/checkpoints; if run.dir is null, this folder is the run directory",
     )
     save_period: Positive = Field(default=50, description="steps between checkpoints; the last step is always saved")
     keep_top_k: Positive = Field(
@@ -22,7 +22,7 @@ class Checkpointing(Section):
         default=None,
         description="metric that ranks checkpoints: val_loss (first validation set), validation-default_loss (the set named "
         "default) or train:loss; a checkpoint is ranked by the last value measured up to its step; null: val_loss, or the age "
-        "of checkpoints without validation sets",
+        "of checkpoints if there are no validation sets",
     )
     higher_is_better: bool = Field(
         default=False,
@@ -60,7 +60,7 @@ class Checkpointing(Section):
 
 
 def parse_seconds(duration: str) -> float:
-    """Convert DD:HH:MM:SS to seconds; leading parts may be left out. "01:30:00" -> 5400.0"""
+    """Convert DD:HH:MM:SS to seconds. Leading parts may be left out: "01:30:00" is returned as 5400.0."""
     parts = duration.split(":")
     if len(parts) > 4 or not all(part.isdigit() for part in parts):
         raise ValueError(

@@ -84,7 +84,7 @@ class DatasetFields(Section):
 
     @property
     def columns(self) -> dict[str, str]:
-        """The optional columns to read, with the field that holds each: {"weight": "importance"}."""
+        """The optional columns to read, and the field that holds each one: {"weight": "importance"} for weight_key=importance."""
         named = {column.name: getattr(self, column.key) for column in OPTIONAL_COLUMNS if column.key}
         return {name: key for name, key in named.items() if key is not None}
 
@@ -163,7 +163,7 @@ class Data(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_default(cls, given: Any) -> Any:
-        """Copy the fields that a dataset leaves out from data.default, so that the resolved configuration shows them."""
+        """Copy the fields that a dataset does not set from data.default, so that the resolved configuration shows them."""
         if not isinstance(given, dict) or not isinstance(given.get("default"), dict):
             return given
 
@@ -210,8 +210,8 @@ class Data(Section):
         for name, dataset in self.validation_sets.items():
             if dataset.weight != 1:
                 raise ValueError(
-                    f"validation set {name} has weight {dataset.weight}, but only training sets can have one. "
-                    "Leave it out"
+                    f"validation set {name} has weight {dataset.weight}, but only training sets can have a weight. "
+                    "Leave out the weight"
                 )
         return self
 
@@ -221,7 +221,7 @@ class Data(Section):
 
     @property
     def named_sets(self) -> dict[str, DatasetFields]:
-        """Every dataset by its key, such as data.train[0]."""
+        """All datasets, as a dict from key to dataset. A key is, for example, data.train[0] or data.validation."""
         several = isinstance(self.train, list)
         names = [f"data.train[{i}]" if several else "data.train" for i in range(len(self.training_sets))]
         validation = {"data.validation": self.validation} if self.validation else {}
@@ -230,7 +230,10 @@ class Data(Section):
 
     @property
     def validation_sets(self) -> dict[str, DatasetFields]:
-        """Validation sets by name. data.validation is named default; the bundled training set comes with a validation set."""
+        """All validation sets, as a dict from name to dataset. data.validation is named default.
+
+        If none is given and the training set is the bundled one, the bundled validation set is used.
+        """
         given = {"default": self.validation, **self.val_data_paths} if self.validation else dict(self.val_data_paths)
         bundled = [dataset.data_path for dataset in self.training_sets] == [EMBEDDED]
         return given or (

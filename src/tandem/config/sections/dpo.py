@@ -68,12 +68,12 @@ class Dpo(Section):
 
     @property
     def validates(self) -> bool:
-        """Whether any validation runs."""
+        """Whether the run validates at all."""
         return self.val_period > 0 or self.val_at_start or self.val_at_end
 
     @property
     def per_token(self) -> bool:
-        """Whether rewards are averaged over the tokens of a completion, not summed."""
+        """Whether a completion's reward is averaged over its tokens instead of summed."""
         return self.preference_average_log_probs or averages(self.preference_loss)
 
     @field_validator("preference_loss", mode="before")

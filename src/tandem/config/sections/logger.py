@@ -63,7 +63,7 @@ class Logger(Section):
 
     log_dir: PathText | None = Field(
         default=None,
-        description="folder for tracker files, in a subfolder named like the run directory; null: {run.dir}/logs",
+        description="folder for tracker files; each run has a subfolder named like its run directory; null: {run.dir}/logs",
     )
     wandb_enabled: bool = Field(default=False, description=f"log to W&B; needs {install_command('wandb')}")
     tensorboard_enabled: bool = Field(

@@ -115,7 +115,7 @@ class Lora(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="dropout on the adapters' inputs, in training only; packing is exact only if it is 0",
+        description="dropout on the adapters' inputs, in training only; above 0, results depend on how preferences are packed",
     )
     target_modules: Annotated[list[Name], Field(min_length=1)] | Name = Field(
         default=ALL_LINEAR,
@@ -139,7 +139,8 @@ class Lora(Section):
                 re.compile(value)
             except (re.error, RecursionError, OverflowError) as error:
                 raise ValueError(
-                    f"policy.lora.target_modules = {json.dumps(value)} is not a valid regular expression: {error}"
+                    f"policy.lora.target_modules = {json.dumps(value)} is not a valid regular expression: {error}. "
+                    "Correct it, or give a list of layer names"
                 ) from None
         return value
 
@@ -154,7 +155,10 @@ class Lora(Section):
         return self
 
     def changed(self) -> dict[str, object]:
-        """The settings with values other than their defaults; a resolved configuration sets every key."""
+        """Return the settings that differ from their defaults.
+
+        `model_fields_set` cannot be used for this, because a resolved configuration sets every key.
+        """
         fields = type(self).model_fields.items()
         return {name: value for name, field in fields if (value := getattr(self, name)) != field.default}
 
@@ -251,5 +255,5 @@ class Policy(Section):
 
     @property
     def tokenizer_name(self) -> str:
-        """Path or hub name of the tokenizer in use."""
+        """Path or hub name of the tokenizer: policy.tokenizer.name, or by default policy.model_name."""
         return self.tokenizer.name or self.model_name

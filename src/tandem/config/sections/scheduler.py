@@ -1,4 +1,4 @@
-"""The key `policy.scheduler`: a named schedule, defined in shares of the run, or torch's schedulers, defined in steps."""
+"""The key `policy.scheduler`: a named schedule, set in shares of the run, or schedulers of torch, set in steps."""
 
 from typing import Annotated, Any, Literal, get_args
 
@@ -81,7 +81,7 @@ class Scheduler(Section):
 
 
 class Milestones(Section):
-    """The steps at which the next scheduler in a list takes over."""
+    """The steps at which a list of schedulers moves on to its next scheduler."""
 
     milestones: list[Positive]
 
@@ -91,7 +91,7 @@ def _name(given: Any) -> str:
 
 
 def _check_form(given: Any) -> Any:
-    """Refuse invalid values with one message. pydantic would print a message for each type of the union."""
+    """Raise ValueError with one message if a value is invalid. pydantic would print a message for each type of the union."""
     if isinstance(given, str):
         shown = f"{{name: {given if given in NAMED else 'cosine'}, warmup_ratio: 0.1}}"
         raise ValueError(f"policy.scheduler = {given} is text, not a mapping. Write {shown}, for example")

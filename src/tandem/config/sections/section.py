@@ -22,7 +22,7 @@ def expand_home(path: str) -> str:
 
 
 def _check_possible(path: str) -> str:
-    """Refuse text that cannot be a path, because functions such as os.stat would raise an error."""
+    """Refuse text that cannot be a path, before functions such as os.stat fail on it."""
     try:
         parts = os.fsencode(path).split(b"/")
     except UnicodeEncodeError:
@@ -41,7 +41,7 @@ PathText = Annotated[PathOrText, AfterValidator(_check_possible)]
 
 
 class Section(BaseModel):
-    """A section of the configuration: refuses unknown keys, is frozen, and is strict about types."""
+    """Base class of configuration sections. Refuses unknown keys and values of the wrong type. Instances are frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 

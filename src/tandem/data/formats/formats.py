@@ -197,7 +197,7 @@ def _is_dialogue(value: Any) -> bool:
 
 
 def _is_answer(value: Any) -> bool:
-    """Whether `value` holds only the completion. In some datasets it holds the complete conversation, including the prompt."""
+    """Whether `value` is only the completion. In some datasets, the field holds the complete conversation with the prompt."""
     first = value[0] if isinstance(value, list) and value else None
     return not isinstance(first, Mapping) or first.get("role") == "assistant" or len(value) == 1
 
@@ -232,7 +232,7 @@ ALPACA_KEYS = FORMATS["alpaca"].required_keys
 
 
 def detect_format(row: SourceRow, keys: DatasetFields) -> tuple[str, str]:
-    """Detect the format of a row from its keys. Return the name of the format, and in words how it was detected."""
+    """Return the name of a row's format, detected from its keys, and a text that says how the format was detected."""
     names = {"{prompt}": keys.prompt_key, "{chosen}": keys.chosen_key, "{rejected}": keys.rejected_key}
     for name, known in FORMATS.items():
         fields = [names.get(field, field) for field in known.required_keys]
@@ -259,7 +259,7 @@ def unused_key(name: str, keys: DatasetFields) -> str | None:
 
 
 def read_preference(row: SourceRow, keys: DatasetFields, name: str, wording: Wording) -> Preference:
-    """Read a row in the format `name`, add the row's system turn and tools, and apply the prompt files of the dataset."""
+    """Read a row in the format `name`, with its system turn and tools. `wording`: texts to add to the prompt."""
     refuse_other_media(row)
     try:
         preference = FORMATS[name].read(row, keys)
@@ -280,7 +280,7 @@ def _label_may_contradict(row: SourceRow) -> bool:
 
 
 def _with_setting(error: RowError, keys: DatasetFields) -> RowError:
-    """If a setting names the missing key, return an error that also names the setting. Otherwise return `error` unchanged."""
+    """If a setting such as prompt_key names the missing key, return an error that names the setting, else return `error`."""
     for part in PARTS:
         name = getattr(keys, f"{part}_key")
         if name != part and error.reason == "missing key" and error.message.startswith(f"no key {name}."):
@@ -290,7 +290,7 @@ def _with_setting(error: RowError, keys: DatasetFields) -> RowError:
 
 
 def _with_other_format(error: RowError, row: SourceRow, keys: DatasetFields, name: str) -> RowError:
-    """If a key is missing because the row and earlier rows differ in format, return an error that says so, else `error`."""
+    """If the row has another format than earlier rows, return an error that says so. Otherwise return `error` unchanged."""
     if error.reason != "missing key" or keys.dataset_name != "auto":
         return error
     other = detect_format(row, keys)
@@ -360,7 +360,7 @@ def _prompts_differ(row: SourceRow) -> RowError:
 
 
 def _from_conversations(row: SourceRow, chosen_key: str, rejected_key: str) -> Preference:
-    """Make a preference from two conversations. The prompt is their common beginning; the rest are the completions.
+    """Make a preference from two conversations. The prompt is their common beginning. The turns after it are the completions.
 
     Both completions begin with an assistant turn. Example, with the completions in brackets:
 

@@ -42,8 +42,9 @@ PACK_AGAIN_HINT = "Pack it again, or prepare from the JSONL file that it was pac
 def read_nemo(file: Path) -> list[list[TokenizedPreference]]:
     """Return the packs of a file, each as a list of preferences.
 
-    Each preference has two completions, with their rewards as scores. The layout of the labels is detected, and must be
-    the same in the whole file. All pairs are returned, even those with equal or over-long completions.
+    Each preference has two completions, with their rewards as scores. All pairs are returned, even those with equal or
+    over-long completions. Labels may be at the positions of their tokens or one position before. This layout is
+    detected, and must be the same in the whole file.
     """
     if file.exists() and not file.is_file() and not file.is_dir():
         raise DataError(f"{file}: a pipe or a device. Give the path of a packed_*.npy file.")
@@ -64,10 +65,10 @@ def read_nemo(file: Path) -> list[list[TokenizedPreference]]:
 
 
 def write_nemo(file: Path, packs: Iterable[Sequence[TokenizedPreference]]) -> None:
-    """Write packs in the format of NeMo Aligner, with labels in place. The file is written completely or not at all.
+    """Write packs in the format of NeMo Aligner. The file is written completely or not at all.
 
     Each pair of a preference becomes two sequences: the prompt with the chosen completion, and the prompt with the
-    rejected completion. Packs without pairs are left out.
+    rejected completion. Each label is at the position of its token. Packs without pairs are left out.
     """
     entries = [entry for pack in packs if (entry := _entry(pack))["lengths"]]
     array = np.empty(len(entries), object)
@@ -155,19 +156,20 @@ class _Sequence:
 
     @property
     def not_in_place(self) -> NDArray[np.intp]:
-        """Positions where the label differs from the token at the same position. Empty if labels are in place."""
+        """The positions at which the label is not the token at the same position. Labels of -100 are ignored."""
         return np.flatnonzero((self.labels != self.ids) & (self.labels != NOT_SCORED))
 
     @property
     def not_ahead(self) -> NDArray[np.intp]:
-        """Positions where the label differs from the next token. Empty if labels are one ahead."""
+        """The positions at which the label is not the token at the next position. Labels of -100 are ignored."""
         labels = self.labels[:-1]
         return np.flatnonzero((labels != self.ids[1:]) & (labels != NOT_SCORED))
 
     def in_place(self, ahead: bool) -> "_Sequence":
-        """Return the sequence with labels in place. `ahead`: whether the labels are one ahead now.
+        """Return the sequence with each label at the position of its token.
 
-        ids 5 6 7 with labels -100 7 8 (one ahead) are returned as ids 5 6 7 8 with labels -100 -100 7 8 (in place).
+        `ahead`: whether each label is one position before its token now. If `ahead` is False, the sequence is not changed.
+        If `ahead` is True, ids 5 6 7 with labels -100 7 8 are returned as ids 5 6 7 8 with labels -100 -100 7 8.
         """
         if not ahead:
             return self
@@ -190,7 +192,10 @@ def _load_packs(file: Path) -> tuple[list[Any], int]:
 
 
 def _check_amount(entries: list[Any], num_bytes: int, file: Path) -> None:
-    """Raise a DataError if a file has more numbers than bytes, which is possible if the file refers to a list many times."""
+    """Raise a DataError if the lists of a file hold more numbers than the file has bytes.
+
+    This is possible if the file refers to the same list many times. A small file could then take all memory.
+    """
     values = (value for entry in entries if isinstance(entry, dict) for value in entry.values())
     num_numbers = sum(len(items) for value in values if (items := _items(value)) is not None)
     if num_numbers > num_bytes:
@@ -275,10 +280,10 @@ def _sequence(tokens: list[Any], labelled: list[Any], *, length: Any, reward: An
 
 
 def _labels_are_ahead(sequences: list[_Sequence]) -> bool:
-    """Return True if labels are one ahead, False if they are in place. If both layouts match, return False.
+    """Return True if labels are one position before their tokens, False if they are at the positions of their tokens.
 
     A single sequence may match both layouts, for example if its completion has one token. So all sequences of the file
-    are compared. Raise a DataError if no layout matches all sequences.
+    are compared. If both layouts match all of them, return False. If neither layout does, raise a DataError.
     """
     not_in_place = next((sequence for sequence in sequences if sequence.not_in_place.size), None)
     not_ahead = next((sequence for sequence in sequences if sequence.not_ahead.size), None)
@@ -298,7 +303,10 @@ def _labels_are_ahead(sequences: list[_Sequence]) -> bool:
 
 
 def _preference(chosen: _Sequence, rejected: _Sequence, place: str, number: int) -> TokenizedPreference:
-    """Make a preference from two sequences with labels in place. The prompt is everything before the first label."""
+    """Make a preference from two sequences whose labels are at the positions of their tokens.
+
+    The prompt consists of the tokens before the first label that is not -100.
+    """
     starts = [int(np.flatnonzero(sequence.labels != NOT_SCORED)[0]) for sequence in (chosen, rejected)]
     prompt, other = chosen.ids[: starts[0]], rejected.ids[: starts[1]]
     if not np.array_equal(prompt, other):

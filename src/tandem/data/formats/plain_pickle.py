@@ -50,7 +50,8 @@ class _Dtype:
 
     def numbers(self, raw: bytes, num: int) -> NDArray[Any]:
         if self.code not in _CODES or len(raw) != num * int(self.code[1]):
-            raise Refused(f"an array of {num} items of type {describe(self.code)} has {len(raw)} bytes")
+            found = f"{num} items of type {describe(self.code)} in {len(raw)} bytes"
+            raise Refused(f"the file contains an array of a wrong size or type ({found})")
         return np.frombuffer(raw, np.dtype(self.order + self.code))
 
 

@@ -64,9 +64,10 @@ class Preference:
 
 
 def checked(preference: Preference) -> Preference:
-    """Return `preference` if it can be learned from, else raise a RowError.
+    """Return `preference`, or raise a RowError if there is nothing to learn from it.
 
-    It cannot if all completions or all ranks are equal, or if one of only two completions is empty.
+    There is nothing to learn if all completions are equal, if all ranks are equal, or if one of exactly two completions is
+    empty.
     """
     answers = [completion.answer for completion in preference.completions]
     if len(answers) == 2 and any(map(is_empty, answers)):  # among more than two, the empty one may not be in any pair
@@ -135,7 +136,7 @@ def prompt_of(row: SourceRow, key: str) -> TextOrMessages:
 
 
 def with_system(row: SourceRow, prompt: TextOrMessages) -> TextOrMessages:
-    """Return the prompt. If the row has the key `system`, its text is added as the first turn."""
+    """Return the prompt. If the row has a text under the key `system`, add this text as a system turn at the beginning."""
     given = row.value.get("system")
     if not given:
         return prompt
@@ -149,7 +150,7 @@ def with_system(row: SourceRow, prompt: TextOrMessages) -> TextOrMessages:
 
 
 def ended_before_answer(messages: tuple[Message, ...], row: SourceRow, key: str) -> tuple[Message, ...]:
-    """Return the messages of a prompt. Raise a RowError if the last one is an empty user turn, or a system or assistant turn."""
+    """Return `messages`. Raise a RowError if the last message is an empty user turn, a system turn or an assistant turn."""
     if messages[-1].role == "user" and not messages[-1].content.strip():
         raise RowError(row.place, "empty prompt", f"{key}[{len(messages) - 1}]: the user turn is empty.")
     if messages[-1].role == "system":
@@ -189,7 +190,7 @@ def completion_of(row: SourceRow, value: Any, key: str) -> TextOrMessages:
 
 
 def as_answer(messages: tuple[Message, ...], row: SourceRow, key: str) -> TextOrMessages:
-    """Check the roles of a completion and return its messages. A single message without other fields is returned as a text."""
+    """Check the roles of a completion's messages, and return the messages. A single plain message is returned as a text."""
     if len(messages) == 1 and messages[0].role == "assistant":
         return messages if messages[0].more else messages[0].content
     roles = [message.role for message in messages]

@@ -19,7 +19,7 @@ class Wording:
     def apply(self, prompt: TextOrMessages) -> TextOrMessages:
         """Return the prompt with its last user turn inserted into the text of `prompt_file`.
 
-        The text of `system_prompt_file` is added as a system turn if the prompt has none.
+        The text of `system_prompt_file` is added as a system turn, unless the prompt already has a system turn.
         """
         if self.prompt is not None:
             if isinstance(prompt, str):

@@ -13,14 +13,15 @@ from tandem.terminal.printable import listed
 
 
 def refused_as(column: str) -> str:
-    """Return the reason that is counted for rows in which the value of `column` is missing or invalid."""
+    """Return the reason under which a row is counted as bad if its value of `column` is missing or invalid."""
     return f"bad {column}"
 
 
 def with_columns(preference: Preference, row: SourceRow, keys: DatasetFields) -> Preference:
     """Add the values of the configured columns to a preference. Raise a RowError if a value is missing or out of range.
 
-    If the row has a field for an optional column that is not configured, the field is not read, and a note reports this.
+    If the row has a field for an optional column that is not configured, the field is not read. A note about it is added
+    to the preference and later reported to the user.
     """
     unread = tuple(map(unread_note, unread_columns(row, keys)))
     if not keys.columns and not unread:
@@ -30,7 +31,10 @@ def with_columns(preference: Preference, row: SourceRow, keys: DatasetFields) ->
 
 
 def unread_in(notes: Mapping[str, int]) -> list[str]:
-    """Return the optional columns that the data has but tandem does not read, according to the notes of a set."""
+    """Return the optional columns that are in the data, but are not read because no setting names them.
+
+    `notes`: texts about problems in a set -> number of rows.
+    """
     return [column.name for column in OPTIONAL_COLUMNS if unread_note(column.name) in notes]
 
 
@@ -43,9 +47,9 @@ def unread_columns(row: SourceRow, keys: DatasetFields) -> Iterator[str]:
 
 
 def unread_note(column: str) -> str:
-    """Return the note for rows with the field `column`, which is not read.
+    """Return the text that is reported to the user if rows have the field `column`, but no setting names this field.
 
-    Stored data contains this text, so keep it unchanged.
+    Do not change the text, because existing prepared data contains it.
     """
     return f"rows with a field {column}, which is not used, since {COLUMNS[column].key} is not set"
 

@@ -100,7 +100,7 @@ def _is_saved(path: Path) -> bool:
 def _saved_files(path: Path, given: DatasetFields) -> list[Path]:
     """Return the Arrow files of a folder written by `save_to_disk`.
 
-    If it has splits, return the files of the configured split.
+    If the folder has splits, return only the files of the configured split.
     """
     try:
         in_splits = (path / "dataset_dict.json").is_file()

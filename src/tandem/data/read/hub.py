@@ -98,7 +98,7 @@ def _fetch(name: str, file: str, commit: str) -> Path:
 def _write_record(record: Path, **facts: Any) -> None:
     """Write a list of the fetched files to the cache, so that later runs can use the files offline.
 
-    If the cache cannot be written, no error is raised, because this run does not need the record.
+    If the cache cannot be written, no error is raised, because only later runs need the list.
     """
     text = json.dumps(facts, indent=1) + "\n"
     try:
@@ -143,7 +143,7 @@ def _cached_file(name: str, file: str, commit: str) -> Path:
 
 @contextmanager
 def _one_line_errors(name: str, revision: str | None) -> Iterator[None]:
-    """Convert any error inside the block to a DataError of one line. Only the error of a full disk is raised unchanged."""
+    """Convert errors inside the block to a DataError with a message of one line. An error about a full disk is not converted."""
     try:
         yield
     except Exception as error:
@@ -296,8 +296,8 @@ def _subset(name: str, subsets: list[_Subset], given: str | None) -> _Subset:
 def _pick(name: str, key: str, given: str | None, known: Iterable[str], usual: str | None) -> str:
     """Return the name of the subset or split to use: `given`, or `usual` if `given` is None. `key`: "subset" or "split".
 
-    If `given` is None and `usual` does not exist, a single subset is chosen. A single split is not chosen, because it may
-    be a test set. In all other cases, raise a DataError.
+    Raise a DataError if `known` does not contain this name. There is one exception: if `given` is None and there is only
+    one subset, return that subset. The exception does not apply to a single split, because it may be a test set.
     """
     known = list(known)
     wanted = usual if given is None else given
@@ -326,9 +326,10 @@ def _splits(subset: _Subset, files: list[str]) -> dict[str, dict[str, list[str]]
 
 
 def _splits_by_name(files: list[str]) -> dict[str, list[str]]:
-    """Group files into splits by their names: by shard names in data/, or else by folder names, or else by file names.
+    """Group files into splits by their names. Return a dict from split to files.
 
-    If no name contains the name of a split, all files belong to train.
+    If there are shards such as data/train-00000-of-00002.parquet, only shards are used. Otherwise the names of splits are
+    searched in folder names, and then in file names. If no split is found, all files belong to train.
     """
     shards: dict[str, list[str]] = {}
     for file in files:

@@ -100,8 +100,8 @@ class _ArrayText:
     def _read_more(self, unread: int) -> None:
         """Drop the consumed text, and read at least `unread` more bytes.
 
-        A value that does not fit in the text is parsed again from its start. The text doubles every time, so few parses
-        are needed.
+        A value that is not complete in the text read so far is parsed again from its start after more text is read. The
+        text doubles every time, so a value is parsed only a few times.
         """
         taken = self._text[: self._at]
         newlines = taken.count("\n")

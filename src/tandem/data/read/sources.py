@@ -306,7 +306,7 @@ def _check_header(names: list[str], path: Path) -> None:
 
 
 def _describe_non_header(names: list[str]) -> str | None:
-    """Return what the first line of a csv file is, if it is not a header. Return None for a header."""
+    """If the first line of a csv file is not a header, return a text that says what it is. Otherwise return None."""
     if names[0].lstrip().startswith("{"):
         return "a JSON object, not column names. Rename a file with one JSON object per line to .jsonl."
     return None
@@ -332,7 +332,7 @@ def _parse_numbers(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _decode_lines(file: io.BufferedReader, path: Path, damaged: dict[int, str]) -> Iterator[str]:
-    """Yield the lines of a csv file as text. A line that is not UTF-8 is added to `damaged`; in the header it is an error."""
+    """Yield the lines of a csv file as text. If a line is not UTF-8, add it to `damaged`; for the header, raise a DataError."""
     for number, line in _numbered_lines(file, path):
         try:
             text = line.decode("utf-8")

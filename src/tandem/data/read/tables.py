@@ -113,9 +113,9 @@ def too_many_columns(place: str, num: int) -> DataError:
 
 
 def _repeating_type(type: pa.DataType) -> str | None:
-    """Return the name of an Arrow type that can encode any number of values in a few bytes, if `type` is or contains one.
+    """If `type` is or contains an Arrow type that can encode any number of values in a few bytes, return its name.
 
-    Otherwise return None.
+    Otherwise return None. A small file with such a type could take all memory.
     """
     if (
         pa.types.is_union(type)

@@ -82,7 +82,7 @@ def check_manifest(manifest: dict[str, Any], folder: Path) -> None:
         raise ValueError(f"{folder}/manifest.json: {where}: {first['msg']}") from None
     counts = manifest["counts"]
     if counts["rows"] != counts["accepted"] + sum(counts["bad"].values()) + sum(counts["filtered"].values()):
-        raise ValueError(f"{folder}/manifest.json: counts: accepted, bad and filtered do not add up to rows")
+        raise ValueError(f"{folder}/manifest.json: accepted, bad and filtered rows do not add up to the number of rows")
 
 
 def check_rejects(file: Path) -> None:
@@ -194,7 +194,7 @@ def _are_indices(values: NDArray[np.int32], counts: NDArray[np.int64]) -> bool:
 
 
 def _increases_in_rows(column: tuple[NDArray[np.int64], NDArray[np.int32]]) -> bool:
-    """Whether the values increase within every row. Example: rows [1, 4] and [2, 3] do, although 2 follows 4."""
+    """Whether the values increase within every row. For rows [1, 4] and [2, 3], return True, although 2 follows 4."""
     offsets, values = column
     increases = np.diff(values) > 0
     starts = offsets[1:-1]

@@ -41,9 +41,9 @@ def without_duplicates(stores: Mapping[str, TokenStore], data: Data) -> dict[str
 
 
 def _find_duplicates(stores: list[TokenStore]) -> list[dict[int, str]]:
-    """Return a dict for each store: row number of a duplicate -> place of its first occurrence.
+    """Return a dict for each store: row number of a duplicate -> file and line of its first occurrence.
 
-    Only digests are held in memory. The tokens of rows with equal digests are then compared.
+    First the digests of all rows are compared. Tokens are read and compared only for rows with equal digests.
     """
     digests = np.concatenate([np.zeros(0, np.uint64), *(store.digests for store in stores)])
     starts = np.cumsum([0, *(len(store) for store in stores)])
@@ -77,7 +77,7 @@ def _refuse(stores: list[TokenStore], found: list[dict[int, str]]) -> None:
 
 
 def _without_rows(name: str, store: TokenStore, rows: dict[int, str]) -> TokenStore:
-    """Write a copy of the store without `rows` to the cache, and open the copy.
+    """Write a copy of the store without the duplicates in `rows` to the cache. Return the copy.
 
     The rejects.jsonl of the copy lists the removed rows.
     """

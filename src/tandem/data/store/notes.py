@@ -116,9 +116,10 @@ def _contents(preference: Preference) -> list[str]:
 
 
 def _is_left_out(words: str, text: str, others: Iterable[str]) -> bool:
-    """Whether the chat template left out `words`: the rendered `text` contains them no more often than the other messages do.
+    """Whether the chat template left out `words`, a text from the row.
 
-    `others`: the contents of the other messages.
+    This is assumed if `text`, the rendered conversation, contains `words` no more often than `others`, the other texts of
+    the row.
     """
     return bool(words) and text.count(words) <= sum(other.count(words) for other in others)
 

@@ -121,7 +121,7 @@ def is_prepared(path: Path) -> bool:
 
 
 def _refuse_settings(source: str, keys: DatasetFields) -> None:
-    """Raise a DataError if a setting would change how rows are read. The rows of a prepared folder have already been read."""
+    """Raise a DataError if `keys` has a setting for reading rows: the rows of a prepared folder have already been read."""
     for name, field in DatasetFields.model_fields.items():
         value = getattr(keys, name)
         if name not in ("data_path", "weight") and value != field.default and (name, value) != ("split", "train"):
@@ -165,7 +165,7 @@ def _find_or_make(request: _Request) -> TokenStore:
 
 
 def _make_recipe(request: _Request, files: list[SourceFile], wording: Wording) -> tuple[Recipe, str]:
-    """Return the settings with which the rows of the files are tokenised (a Recipe), and why the format was chosen."""
+    """Return a Recipe (the settings for tokenising the files), and a text that says why the data format was chosen."""
     keys, data = request.keys, request.data
     format_name, reason = format_of(files, keys, data.max_expansion)
     if unused := unused_key(format_name, keys):
@@ -194,7 +194,7 @@ def _tokenize_files(request: _Request, files: list[SourceFile], recipe: Recipe, 
 
 
 def _refuse_changed(files: list[SourceFile], made_of: dict[str, Any]) -> None:
-    """Raise a DataError if a file changed while it was read: the name of the store is a hash of the earlier content."""
+    """Raise a DataError if a file changed while it was read. `made_of` contains the hash of each file before it was read."""
     for file, (name, _, content) in zip(files, made_of["sources"], strict=True):
         if not file.path.is_file() or content_of(file.path) != content:
             raise DataError(
@@ -271,7 +271,7 @@ def _as_configured(what: str, value: Any) -> Any:
 
 @lru_cache(maxsize=1)  # takes 0.25 seconds, and a run may have several sets with the same template
 def _text_fingerprints(processes: Processes) -> dict[str, str]:
-    """Return the fingerprints of everything that determines how a text is rendered and tokenised, as a dict by name."""
+    """Return a dict from name to fingerprint, for everything that determines how a text is rendered and tokenised."""
     template = processes.template
     t = template.tokenizer
     facts = {
@@ -286,7 +286,7 @@ def _text_fingerprints(processes: Processes) -> dict[str, str]:
 def _truncation(data: Data) -> str | None:
     """Return `data.overlong` if it truncates over-long preferences, else None.
 
-    Its other values, drop and error, lead to the same stored tokens, so they are not distinguished.
+    With drop and with error, the stored tokens are the same, so None is returned for both.
     """
     return data.overlong if data.overlong.startswith("truncate") else None
 

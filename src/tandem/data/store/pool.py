@@ -124,7 +124,7 @@ class Pool(Generic[T, R]):
             worker.assign(tasks.popleft())
 
     def _idle(self) -> "_Worker | None":
-        """Return an idle worker. If all are busy, start a new one, or return None if the maximum number is reached."""
+        """Return an idle worker. If all workers are busy, start a new worker. At the maximum number of workers, return None."""
         idle = next((worker for worker in self._workers if worker.task is None), None)
         if idle is None and len(self._workers) < self._num_workers:
             # A forked worker inherits the parent's ends of earlier workers' pipes. It closes them: otherwise they would
@@ -160,7 +160,7 @@ class Pool(Generic[T, R]):
 
 
 class _Task:
-    """An item to process. Once it is done, also its result or the error that it raised."""
+    """An item to process. When it is done, the task also holds the result, or the error that was raised."""
 
     def __init__(self, item: Any):
         self.item = item
@@ -244,7 +244,7 @@ def _serve(pipe: Connection, work: Callable[..., Any], monitor: RowMonitor, inhe
 
 
 def _die_with_parent() -> None:
-    """Make Linux kill this process when its parent exits. A worker that hangs in a row would not notice the closed pipe."""
+    """Make Linux kill this process when its parent exits. A worker that hangs would not notice that the pipe is closed."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

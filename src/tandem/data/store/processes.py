@@ -21,7 +21,7 @@ OTHER_TOKENIZER_HINT = "Use another tokenizer with policy.tokenizer.name, or ano
 class Processes:
     """Worker processes that render and encode texts with one template.
 
-    The processes are reused from one small set to the next, so that each process fills its cache of words only once.
+    After a small set, the processes are kept for the next set, so that they do not have to fill their cache of words again.
     """
 
     def __init__(self, template: Template):
@@ -35,7 +35,7 @@ class Processes:
         self._pool.stop()
 
     def probe(self) -> str:
-        """Render a fixed conversation in a worker, and return the text. If the template depends on the date, so does the text."""
+        """Render a fixed conversation in a worker, and return the text. A template may write the date into the text."""
         if self.template.source is None:
             return ""
         try:
@@ -88,7 +88,7 @@ def _out_of_memory(chunk: Chunk) -> DataError:
 
 
 def _work(template: Template, task: tuple[Recipe, Chunk] | None, monitor: RowMonitor) -> ChunkResult | str:
-    """Tokenise a chunk, or render the probe conversation if `task` is None. Runs in a worker."""
+    """Tokenise a chunk of rows. If `task` is None, render a fixed conversation instead. Runs in a worker."""
     if task is not None:
         recipe, chunk = task
         try:

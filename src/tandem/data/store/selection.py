@@ -1,4 +1,4 @@
-"""Selection: chosen preferences of one or several TokenStores, with the interface of a single TokenStore."""
+"""Selection: a subset of the preferences of one or several TokenStores, with the interface of a single TokenStore."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -14,7 +14,7 @@ from tandem.storage.cache import fingerprint
 
 
 class Selection:
-    """Some preferences of several stores. `rows` are indices into the concatenation of the stores.
+    """A subset of the preferences of one or several stores. `rows`: indices into the concatenation of the stores.
 
     Example: with stores of 3 and 2 preferences, rows [0, 2, 4] are the first and third preference of the first store, and
     the second preference of the second store.
@@ -124,7 +124,7 @@ def by_source(preferences: Preferences, indices: NDArray[np.int64]) -> dict[str,
 
 
 def hold_out(stores: Sequence[TokenStore], share: float, seed: int) -> NDArray[np.bool_]:
-    """Return a boolean mask of the preferences to hold out for validation, about `share` of all preferences.
+    """Return a boolean mask: True for preferences to hold out for validation. `share`: the approximate fraction to hold out.
 
     Preferences with the same prompt are either all held out or all kept. The mask depends only on the prompts and the
     seed, not on the order of the rows.

@@ -66,7 +66,7 @@ def no_bar(what: str, total: int, unit: str = "") -> AbstractContextManager[Call
 
 
 def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> Sets:
-    """Open every set of the configuration, remove duplicates, and hold out a share for validation if configured.
+    """Open every set of the configuration, remove duplicates, and hold out training data for validation if configured.
 
     Errors in several sets are reported together.
     """
@@ -134,7 +134,10 @@ def _hints(problems: dict[str, TandemError], shares: list[dict[str, float]], con
 
 
 def _settings_for_all(shares: list[dict[str, float]], data: Data) -> str:
-    """Return the settings with which all sets would be accepted. Return "" if no limit was exceeded in two or more sets."""
+    """Return the settings with which all sets would be accepted, such as "data.max_bad_share=0.1".
+
+    Only limits that affect two or more sets are included. If there are no such limits, return "".
+    """
     least = {
         key: max(values)
         for key, current in (
@@ -175,7 +178,7 @@ def _join(
 
 
 def _check_scores(store: Preferences, config: Config) -> None:
-    """Raise a DataError if the loss uses scores, and a preference has missing or extreme scores."""
+    """Raise a DataError if the loss uses scores, and a preference has a missing score or scores that differ too much."""
     if not needs_scores(config.dpo.preference_loss):
         return
     missing = np.flatnonzero(store.has_missing_scores)
@@ -212,7 +215,7 @@ def _check_columns(split: str, store: TokenStore, config: Config) -> None:
 
 
 def columns_in_words(sets: Sets) -> list[tuple[str, str]]:
-    """Return report lines (label, text) about optional columns: those that are used, and those that need a setting to be used."""
+    """Return lines (label, text) for a report: which optional columns are used, and which are in the data but not used."""
     used = [f"{', '.join(store.columns)} of {split}" for split, store in sets.read.items() if store.columns]
     unread = [
         with_set_keys(f"{column} of {split} (data.train.{COLUMNS[column].key}={column} uses it)", split)

@@ -1,7 +1,7 @@
 """Defines the file format of tokens.arrow: its version, its schema, and functions that write and read preferences.
 
 A row is a preference. Optional columns of `tandem.columns`, such as weight, are stored only if a setting such as
-weight_key names their field. So a new optional column in tandem does not change existing files.
+weight_key names their field. So existing files stay valid if tandem gets a new optional column.
 """
 
 from collections.abc import Iterable

@@ -54,7 +54,7 @@ class ChunkResult:
     batch: bytes = b""  # the accepted rows, as an Arrow stream
 
     def note(self, note: str, place: str) -> None:
-        """Count a note about the row at `place`."""
+        """Count a note: a text about a problem in the row at `place`."""
         self.notes[note] += 1
         self.noted_at.setdefault(note, place)
 
@@ -156,9 +156,10 @@ def accept_rows(
     default_scores: tuple[float | None, float | None] = (None, None),
     columns: tuple[str, ...] = (),
 ) -> ChunkResult:
-    """Add tokenised rows to `result`, and return it. `columns`: the optional columns to store.
+    """Add tokenised rows to `result`, and return `result`. `columns`: the optional columns to store.
 
-    Over-long rows are truncated or rejected, missing scores are set to `default_scores`, and notes are added.
+    Over-long rows are truncated or rejected, missing scores are set to `default_scores`, and rows with problems
+    are counted in the notes of `result`.
     """
     accepted, lengths = [], []
     for row in rows:
@@ -265,8 +266,8 @@ class _RejectsFile:
 def count_repeats(digests: NDArray[np.uint64], tokens: Path) -> tuple[dict[str, int], dict[str, str]]:
     """Count preferences that repeat an earlier one, and preferences that another row has with chosen and rejected swapped.
 
-    Return two dicts: note -> count, and note -> place of the first such row. `tokens`: the tokens.arrow file with the
-    places.
+    Return two dicts with the keys REPEATED and SWAPPED: the counts, and the file and line of the first such preference.
+    `tokens`: the tokens.arrow file, which contains the file and line of each preference.
     """
     order = np.argsort(digests, kind="stable")
     in_order = digests[order]

@@ -166,7 +166,7 @@ class ChatTemplate:
     def tail(self) -> str | None:
         """The text that the template writes after the last answer: the end-of-turn token, and maybe more.
 
-        None if it is unknown.
+        None if this text is unknown.
         """
         text = self._render_probe({"role": "assistant", "content": PROBE_TEXT})
         before, found, after = text.rpartition(PROBE_TEXT)

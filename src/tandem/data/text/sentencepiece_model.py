@@ -25,13 +25,14 @@ class SentencePiece:
     its own id; the sentencepiece library would encode it as plain text. The text between two control symbols is encoded
     separately. No BOS is added, as in the library and in NeMo Aligner.
 
-    A completion is encoded as a continuation of its prompt: both are encoded together, and the ids of the prompt are
-    removed. NeMo Aligner does the same, but here no token crosses the boundary. If a completion were encoded separately,
-    a space would be added before it, and a line break at the end of the prompt might be dropped.
+    A completion is encoded as a continuation of its prompt: both are normalised together, and the text after the
+    prompt is encoded. NeMo Aligner encodes both together and removes the ids of the prompt; here no token crosses the
+    boundary. If a completion were encoded separately, a space would be added before it, and a line break at the end of
+    the prompt might be dropped.
 
-    Examples: after the prompt "Q:", the completion "Yes" gives the piece Yes, not ▁Yes. After the prompt "Q: ", it gives
-    ▁Yes if the model strips spaces at the end of texts, so that the ids of the prompt do not include the space; otherwise
-    Yes.
+    Examples: after the prompt "Q:", the completion "Yes" gives the piece Yes, not ▁Yes. After the prompt "Q: ", the result
+    depends on the model. If the model strips spaces at the end of a text, the ids of the prompt do not include the space,
+    and "Yes" gives the piece ▁Yes. Otherwise "Yes" gives the piece Yes.
     """
 
     added_tokens_decoder: dict[int, Any] = {}  # all symbols are in the model
@@ -171,7 +172,7 @@ class SentencePiece:
         """Make a transformers tokenizer that gives the same ids.
 
         The model is converted if that keeps all ids. Otherwise the tokenizer is a wrapper of the sentencepiece library.
-        The wrapper decodes byte pieces as text such as <0x0A>, and some model types do not support it (see
+        The wrapper decodes byte pieces as text such as <0x0A>. Some model types do not support the wrapper (see
         `check_export`).
         """
         from transformers import PreTrainedTokenizerFast, SentencePieceBackend

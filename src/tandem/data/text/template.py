@@ -103,7 +103,7 @@ class Template:
 
     @property
     def pads_with_end(self) -> bool:
-        """Whether the template contains the padding token, and that token is not EOS. Such a template may end turns with it."""
+        """Whether the template contains the padding token, and this token is not EOS. The padding token may then end turns."""
         pad = self.tokenizer.pad_token
         return bool(pad) and pad != self.tokenizer.eos_token and pad in (self.source or "")
 
@@ -147,21 +147,24 @@ class Template:
         return self._special.sub(lambda found: f"{SHIELD}{found[0]}{SHIELD}", content)
 
     def probe(self) -> str:
-        """Render a fixed conversation.
+        """Render a fixed conversation, and return the text.
 
-        Its text is part of the fingerprint of a store, because a template may depend on the date.
+        The text is part of the fingerprint of a store, because a template may write the date.
         """
         return self._render_probe_conversation()[1]
 
     def example(self) -> Conversation | None:
-        """Return a short conversation that the template accepts, or None if there is no template or it accepts none."""
+        """Return a short conversation that the template accepts.
+
+        Return None if there is no template, or if the template rejects every conversation that is tried.
+        """
         return self._render_probe_conversation()[0]
 
     def _render_probe_conversation(self) -> tuple[Conversation | None, str]:
         """Return a conversation that the template accepts, and its rendered text.
 
-        The conversation is tried first without a system turn, then with one. If the template rejects both, return (None,
-        "").
+        The conversation is tried first without a system turn, then with one. If the template rejects the
+        conversation in both forms, or if there is no template, return (None, "").
         """
         for messages in (PROBE, [SYSTEM, *PROBE]) if self.source else ():
             try:
@@ -218,11 +221,11 @@ class Template:
         return tuple(parts)
 
     def _assistant_text(self, rest: str, message: dict[str, Any], *, is_last: bool) -> str:
-        """Return the text of an assistant turn, cut off after its end-of-turn token. `rest`: the text that the template renders.
+        """Return the text of an assistant turn, cut off after its end-of-turn token. `rest`: the rendered text from this turn on.
 
-        Some templates open the next turn after the answer, so the first end-of-turn token after the content is used. In a
-        turn with tool calls, special tokens may be part of a call, so only a token that is followed by nothing but white
-        space is used.
+        The turn ends at the first end-of-turn token after its content, because some templates also write the beginning of the
+        next turn. In a turn with tool calls, special tokens may be part of a call. Such a turn ends at the token that is
+        followed only by white space.
         """
         content, tail = (message["content"] or "").strip(), self._chat.tail
         if message.get("tool_calls") or not content:
@@ -236,7 +239,7 @@ class Template:
         return text if is_last or rest.startswith(text) else rest
 
     def _ended(self, text: str, after: int, ends: re.Pattern[str]) -> str:
-        """Cut off a text after its end-of-turn token. If it has none, add EOS.
+        """Cut off a text after its end-of-turn token. If the text has no end-of-turn token, add EOS.
 
         "Yes<|im_end|>\\n" is returned as "Yes<|im_end|>", and "Yes" as "Yes</s>". `after`: the position from which to
         search. If `after` is 0, the token must be followed by nothing but white space.

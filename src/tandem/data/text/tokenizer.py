@@ -198,8 +198,8 @@ def fast_backend(tokenizer: Any) -> Any | None:
 def without_dummy_prefix(backend: Any) -> Any:
     """Return a backend that does not add a space before every text.
 
-    The backends of Llama 2 and Mistral add such a space; for them, return a changed copy. Return any other backend
-    itself. The result encodes completions, which continue a prompt: "Yes" after "[/INST] " gives Yes, without a second
+    The backends of Llama 2 and Mistral add such a space. For such a backend, return a changed copy; otherwise return
+    `backend`. The result encodes completions, which continue a prompt: "Yes" after "[/INST] " gives Yes, without a second
     space.
     """
     # Only the components are compared: JSON of the full backend, with its vocabulary, takes half a second.

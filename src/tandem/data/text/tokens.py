@@ -37,14 +37,14 @@ class TokenizedPreference:
     def values(self, column: str) -> tuple[float, ...]:
         """Return the values of a column: one per completion, or one for the preference.
 
-        If the data has no values, return the column's default for each.
+        If the data does not have the column, every value is the default of the column.
         """
         declared, given = COLUMNS[column], self.columns.get(column)
         return (declared.default,) * declared.count(len(self.completions)) if given is None else given
 
     @property
     def scores(self) -> tuple[float, ...]:
-        """The score of each completion, or NaN where the data has none."""
+        """The score of each completion; NaN for a completion without a score."""
         return self.values("score")
 
     def scored(self, completion: int) -> IntArray:
@@ -97,7 +97,7 @@ def tokenize(
 
 
 def render(item: Preference | RowError, template: Template, pairing: str) -> tuple[Preference, Rendered] | RowError:
-    """Return a preference, without completions that are in no pair, and its rendered texts. Return a RowError if this fails."""
+    """Return a preference and its rendered texts, or a RowError. Completions that are in no pair are removed."""
     if isinstance(item, RowError):
         return item
     try:

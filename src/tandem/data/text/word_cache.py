@@ -106,7 +106,9 @@ class WordEncoder:
         return encoded
 
     def _add_new(self, words: set[str], known: dict[str, bytes], *, prefix: str) -> Iterable[str]:
-        """Add new words to the cache. Return the words that contain an added token; the caller removes them after use.
+        """Add new words to the cache. Return the words that contain an added token.
+
+        The caller deletes the returned words from the cache after use.
 
         The last word of a turn is followed by the template's end-of-turn token. The combination rarely occurs again, so
         its parts are cached separately: "moon?<|im_end|>" is cached as " moon?" and "<|im_end|>".
@@ -138,7 +140,7 @@ class WordEncoder:
 
 
 def _any_token(backend: Any) -> re.Pattern[str]:
-    """Return a pattern that finds added tokens as the backend does. If several begin at a position, the longest one is found."""
+    """Return a pattern that finds added tokens as the backend does: of the tokens that begin at a position, the longest."""
     added = backend.get_added_tokens_decoder().values()
     tokens = sorted((token.content for token in added if not token.normalized), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, tokens)) or '(?!)'})")

@@ -54,9 +54,9 @@ IGNORED_ARGUMENTS = {
 
 
 class PackMask:
-    """Which positions of a pack may attend to which, for every sliding window of the model's layers (None: no window).
+    """The attention masks of a pack: a dict with one mask for every sliding window of the model's layers (None: no window).
 
-    Passed to the model as the keyword argument `pack`; transformers passes it on to `attend` in every layer.
+    Passed to the model as the keyword argument `pack`. transformers passes it on to `attend` in every layer.
     """
 
     def __init__(self, masks: dict[int | None, Any], kind: AttentionKind, block: int):
@@ -68,7 +68,7 @@ class PackMask:
 def make_mask(
     pack: Pack, windows: set[int | None], device: torch.device, kind: AttentionKind, block: int = BLOCK
 ) -> PackMask:
-    """Make the masks of a pack: one for every sliding window of the model's layers."""
+    """Return the masks of a pack: one for every sliding window in `windows`."""
     makers: dict[AttentionKind, Callable[[Pack, int | None, torch.device], Any]]
     makers = {"flex": partial(block_mask, block=block), "varlen": runs_of, "sdpa": _dense_mask, "trees": _tree_masks}
     make = makers[kind]
@@ -81,9 +81,9 @@ def make_mask(
 
 
 def block_size(model: nn.Module, device: torch.device, *, bfloat16: bool) -> int:
-    """Choose the block size of FlexAttention: small where measurements showed that it is faster.
+    """Return the block size for FlexAttention: SMALL_BLOCK where it was measured to be faster, otherwise BLOCK.
 
-    bfloat16: whether the model computes in bfloat16.
+    `bfloat16`: whether the model computes in bfloat16.
     """
     dims = {module.head_dim for module in model.modules() if hasattr(module, "head_dim")}
     if not bfloat16 or device.type != "cuda" or torch.__version__ >= FIRST_UNTESTED_TORCH:
@@ -93,16 +93,17 @@ def block_size(model: nn.Module, device: torch.device, *, bfloat16: bool) -> int
 
 
 def may_attend(until: Tensor, position: Tensor, q: Any, k: Any, *, window: int | None) -> Tensor:
-    """The attention rule: the query in column q attends to the key in column k if k <= q < until[k] (packing/blocks.py).
+    """Return whether the query in column q attends to the key in column k: k <= q < until[k] (see packing/blocks.py).
 
-    A window is a difference of position ids, not of columns: in a row, a completion may be far from its prompt.
+    With a `window`, the position id of the query minus that of the key must also be less than `window`. The distance in columns
+    does not matter: in a row, a completion may be far from its prompt.
     """
     seen = (k <= q) & (q < until[k])
     return seen if window is None else seen & (position[q] - position[k] < window)
 
 
 def _dense_mask(pack: Pack, window: int | None, device: torch.device) -> Tensor:
-    """Return a mask for rows: [rows, 1, length, length] bool."""
+    """Return a dense mask for each row, [rows, 1, length, length] bool: True where a query attends to a key."""
     columns = torch.arange(pack.token_ids.shape[1], device=device)
     q, k = columns[:, None], columns[None, :]
     arrays = seen_until(pack.tree, pack.branch), pack.position_ids
@@ -111,7 +112,7 @@ def _dense_mask(pack: Pack, window: int | None, device: torch.device) -> Tensor:
 
 
 def _tree_masks(pack: Pack, window: int | None, device: torch.device) -> list[Tensor]:
-    """Return a mask for each tree of the concatenated rows: [size, size] bool."""
+    """Return a mask, [size, size] bool, for each tree of a pack. A tree is a prompt with the completions that share it."""
     rows = np.arange(pack.tree.shape[0])[:, None] * pack.tree.shape[1]
     until = to_device((seen_until(pack.tree, pack.branch) + rows).ravel(), device)
     position = to_device(pack.position_ids.ravel(), device)
@@ -120,7 +121,7 @@ def _tree_masks(pack: Pack, window: int | None, device: torch.device) -> list[Te
 
 
 def block_mask(pack: Pack, window: int | None, device: torch.device, block: int = BLOCK) -> BlockMask:
-    """Return the mask for FlexAttention."""
+    """Return the block-sparse mask for FlexAttention."""
     lists = block_lists(pack.tree, pack.branch, pack.position_ids, block=block, window=window)
 
     def on_device(array: Any) -> Tensor:
@@ -163,7 +164,7 @@ def attend(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention in a pack. Takes tensors of [rows, heads, length, dim] and returns [rows, length, heads, dim]."""
+    """Compute attention in a pack. The arguments are [rows, heads, length, dim]; the result is [rows, length, heads, dim]."""
     if pack is None:
         raise TandemError(
             "this model's layers do not pass the pack's mask on to attention. Train it with policy.packing.mode=none."
@@ -176,7 +177,7 @@ def attend(
     for name, given in others.items():
         if given is not None and name not in IGNORED_ARGUMENTS:
             raise TandemError(
-                f"this model's attention takes {name}, which packing does not support. "
+                f"this model's attention takes the argument {name}, which packing does not support. "
                 "Train it with policy.packing.mode=none."
             )
     if sliding_window not in pack.masks:
@@ -212,7 +213,7 @@ def attend(
 def _tree_by_tree(
     query: Tensor, key: Tensor, value: Tensor, masks: list[Tensor], *, dense: Callable[..., Tensor]
 ) -> Tensor:
-    """Compute attention for each tree separately, because positions of different trees do not attend to each other."""
+    """Compute attention for each tree (a prompt with its completions) separately. No token attends to another tree."""
     rows, _, length, _ = query.shape
     sizes = [len(mask) for mask in masks]
     trees = (tensor.transpose(1, 2).flatten(0, 1).split(sizes) for tensor in (query, key, value))  # [size, heads, dim]
@@ -233,7 +234,10 @@ def _dense(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """Compute attention with SDPA, or step by step if scores are soft-capped or have sinks, which SDPA does not support."""
+    """Compute attention with SDPA, or in separate operations if scores are soft-capped or have sinks.
+
+    SDPA does not support soft-caps and sinks.
+    """
     if softcap is None and s_aux is None:
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=grouped)
@@ -251,16 +255,16 @@ def _dense(
 
 
 def allow_many_graphs() -> None:
-    """Raise torch's limit of 8 compiled graphs, beyond which code silently runs uncompiled.
+    """Raise torch's limit on compiled graphs from 8 to 64. Beyond the limit, code silently runs uncompiled.
 
-    There is one graph for every row length, with and without gradients.
+    One graph is compiled for every row length, with and without gradients.
     """
     torch._dynamo.config.recompile_limit = 64
 
 
 @cache
 def _flex_compiled() -> Any:
-    """FlexAttention compiled separately. Created on first use, since importing torch's compiler takes a second."""
+    """Return compiled FlexAttention. It is created on first use, because importing torch's compiler takes a second."""
     allow_many_graphs()
     return torch.compile(flex_attention, dynamic=False)
 
@@ -300,7 +304,7 @@ _calls: list[int | None] | None = None
 
 @contextmanager
 def record_calls() -> Iterator[list[int | None]]:
-    """Record the sliding window of every call of `attend` inside this context. The calls compute nothing."""
+    """Yield a list. Inside this context, every call of `attend` appends its sliding window to the list, and returns zeros."""
     global _calls
     _calls = []
     try:

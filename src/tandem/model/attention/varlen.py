@@ -1,4 +1,4 @@
-"""Attention within runs of consecutive tokens, for packs that repeat prompts instead of sharing them."""
+"""Attention within runs of consecutive tokens, for packs that repeat prompts. A run is a prompt followed by one completion."""
 
 import inspect
 from functools import cache
@@ -20,10 +20,10 @@ BOUNDS_MULTIPLE = 64
 
 
 class Runs:
-    """Where the runs of a micro-batch begin and end in its concatenated rows. Runs of 3 and 2 tokens have bounds 0, 3, 5."""
+    """Where each run begins and ends in the concatenated rows of a micro-batch. Runs of 3 and 2 tokens have bounds 0, 3, 5."""
 
     def __init__(self, bounds: Tensor, longest: int, window: int | None):
-        self.bounds = bounds  # [runs + 1, padded] int32
+        self.bounds = bounds  # [runs + 1] int32, padded
         self.longest = longest  # rounded up to a power of two
         self.window = window
 
@@ -38,9 +38,9 @@ def runs_of(pack: Pack, window: int | None, device: torch.device) -> Runs:
 
 
 def bounds_of(tree: IntArray) -> IntArray:
-    """Return the bounds of the runs. Each tree is a run, and the end of a row ends a run.
+    """Return the bounds of the runs in concatenated rows. A run is a part of one row that has the same number in `tree`.
 
-    [[0, 0, 1], [1, 1, -1]] -> 0, 2, 3, 5, 6
+    [[0, 0, 1], [1, 1, -1]] is returned as 0, 2, 3, 5, 6. Filler (-1) is cut into runs of at most FILLER_RUN tokens.
     """
     flat, length = tree.ravel(), tree.shape[1]
     starts = np.flatnonzero((flat[1:] != flat[:-1]) | (np.arange(1, flat.size) % length == 0)) + 1
@@ -50,9 +50,9 @@ def bounds_of(tree: IntArray) -> IntArray:
 
 
 def attend_runs(query: Tensor, key: Tensor, value: Tensor, runs: Runs, *, scaling: float | None) -> Tensor:
-    """Compute attention within runs. Takes and returns [rows, heads, length, dim].
+    """Compute attention within runs. The arguments and the result are [rows, heads, length, dim].
 
-    A token attends to the earlier tokens of its run that are within the window, and to itself.
+    A token attends to itself and to the earlier tokens of its run that are within the window.
     """
     rows, _, length, _ = query.shape
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))  # [tokens, heads, dim]
@@ -82,14 +82,14 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float
 
 @cache
 def _supports_gqa() -> bool:
-    """Whether varlen_attn supports grouped queries, as it does since torch 2.12."""
+    """Whether torch's varlen_attn supports grouped queries. It does since torch 2.12."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _run_by_run(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None) -> Tensor:
-    """Compute the same as `_flash` without its kernels, one run at a time."""
+    """Compute the same result as `_flash`, but on any device: one run at a time, with SDPA."""
     sizes = runs.bounds.diff()
     sizes = sizes[sizes > 0].tolist()
     grouped = query.shape[1] != key.shape[1]

@@ -1,7 +1,7 @@
 """The audit: checks that a model computes the same log-probabilities in packs as in its plain forward pass.
 
-It compares a few preferences. The policy is audited before its reference is computed. A reference that is a different model is
-audited too. A model that fails the audit leaves nothing in the cache.
+A few preferences are compared. The policy is audited before the reference's log-probabilities are computed. A reference that is a
+different model is audited too. If a model fails the audit, nothing is cached.
 """
 
 import math
@@ -43,7 +43,7 @@ MEMINFO = Path("/proc/meminfo")  # free memory of the host, on Linux
 
 @dataclass(frozen=True, slots=True)
 class AuditedCompletion:
-    """A completion's token log-probabilities in a pack, and how they compare with the plain forward."""
+    """The token log-probabilities of a completion in a pack, and their difference from the model's plain forward pass."""
 
     place: str
     packed: Tensor
@@ -65,17 +65,20 @@ class Audit:
 
     @property
     def plain_difference(self) -> float:
-        """The largest difference of any completion."""
+        """The largest mean difference per token of any completion."""
         return max(one.plain_difference for one in self.completions)
 
     @property
     def chosen_nats(self) -> float:
-        """The model's mean loss per token on the best completions in the sample."""
+        """The model's mean loss per token, in nats, on the best completion of each audited preference."""
         best = torch.cat([one.packed for one in self.completions if one.is_best])
         return -float(best.double().mean())
 
     def tolerance(self, differences: list[float], ranks: Ranks) -> float:
-        """The difference that rounding explains. Rounding is measured only if a difference exceeds the minimum tolerance."""
+        """Return the largest mean difference that rounding explains.
+
+        Rounding is measured only if one of `differences` exceeds the minimum tolerance, because it takes extra forward passes.
+        """
         minimum = MIN_TOLERANCE[self.precision]
         # All ranks run the extra forward passes or none does, even if only one rank finds a difference above the minimum.
         if self._tolerance is None and ranks.highest(not all(one <= minimum for one in differences)):
@@ -85,9 +88,9 @@ class Audit:
 
 
 def audit(policy: Policy, packer: Packer, ranks: Ranks, *, precision: str, model: str) -> Audit:
-    """Compare packed log-probabilities with the plain eager forward, and raise AuditError if they differ.
+    """Compare a model's log-probabilities in packs with its plain eager forward pass. Raise AuditError if they differ.
 
-    `model` is the model's key and name in the configuration.
+    `model`: the model's key and name in the configuration, for messages.
     """
     packer = packer.for_single_rank()  # every rank audits the same preferences, so all reach the same result
     longest = -ranks.highest(-_longest_that_fits(policy, ranks.device))
@@ -112,7 +115,10 @@ def audit(policy: Policy, packer: Packer, ranks: Ranks, *, precision: str, model
 
 
 def audit_reference(policy: Policy, found: Audit, reference: Reference, ranks: Ranks) -> float:
-    """Compare an audited policy with the reference computed from it, and return the largest mean difference per token."""
+    """Compare the log-probabilities of an audited policy with those of the reference, which was computed from the same model.
+
+    Return the largest mean difference per token. Raise AuditError if rounding does not explain the difference.
+    """
     reference_logps: list[Tensor] = []
     for pack in found.packs:
         inputs = policy.inputs(pack, ranks.device)
@@ -131,7 +137,7 @@ def audit_reference(policy: Policy, found: Audit, reference: Reference, ranks: R
 
 
 def _compare(policy: Policy, store: Preferences, pack: Pack, device: torch.device) -> Iterator[AuditedCompletion]:
-    """Yield every completion of a pack, compared with the plain forward."""
+    """Compare each completion of a pack with the plain forward pass, and yield the results."""
     inputs = policy.inputs(pack, device)
     with torch.no_grad():
         packed = _split(policy, policy(inputs), pack)
@@ -154,16 +160,16 @@ def _compare(policy: Policy, store: Preferences, pack: Pack, device: torch.devic
 
 
 def _split(policy: Policy, values: Tensor, pack: Pack) -> tuple[Tensor, ...]:
-    """Split the numbers of a pack by completion, without padding."""
+    """Split the head's numbers for a pack into one tensor per completion, and remove the padding."""
     counts = policy.head.num_values(pack).tolist()
     return values[: sum(counts)].split(counts)
 
 
 def _check_last_columns(policy: Policy, packer: Packer, found: Audit, ranks: Ranks, *, model: str) -> None:
-    """Raise AuditError if a preference gets different log-probabilities at the end of the longest row than near its beginning.
+    """Raise AuditError if a preference's log-probabilities change when it is moved to the end of a row of full length.
 
-    The sample fills only the first columns of a row. A model may compute something from columns instead of position ids, and only
-    beyond a certain column: the attention temperature of Llama 4 changes every 8,192 columns.
+    The audited preferences fill only the first columns of a row. Some models compute something from columns instead of position
+    ids, and only beyond a certain column: the attention temperature of Llama 4 changes every 8,192 columns.
     """
     sample = np.concatenate([pack.preferences for pack in found.packs])
     index = int(sample[np.argmin(packer.sizes[sample])])
@@ -181,27 +187,30 @@ def _check_last_columns(policy: Policy, packer: Packer, found: Audit, ranks: Ran
         if not difference <= tolerance:
             raise AuditError(
                 f"audit: {model}: {one.place}: its log-probabilities at the end of a row of {packer.length:,} tokens differ from "
-                f"those at the beginning by {difference:.2g} nats a token (rounding explains {tolerance:.2g}), so training "
-                "would not be exact. Nothing was trained. Lower policy.packing.pack_length, or train this model with "
+                f"those at the beginning by {difference:.2g} nats a token (rounding explains {tolerance:.2g}), so losses "
+                "would be wrong. Nothing was trained. Lower policy.packing.pack_length, or train this model with "
                 "policy.packing.mode=none, and report it."
             )
 
 
 def _move_to_end(pack: Pack) -> Pack:
-    """Move the tokens of a one-row pack to its end, after the filler: tokens 5 6 7 F F become F F 5 6 7."""
+    """Move the tokens of a one-row pack to its end, after the filler F: tokens 5 6 7 F F become F F 5 6 7."""
     by = pack.token_ids.shape[1] - pack.num_tokens
     rows = {name: np.roll(getattr(pack, name), by, axis=1) for name in ("token_ids", "position_ids", "tree", "branch")}
     return replace(pack, **rows, predicting=pack.predicting + by)
 
 
 def _measure_rounding(policy: Policy, ids: tuple[Tensor, Tensor], scored: Tensor, plain: Tensor) -> float:
-    """Measure how much the plain forward of a prompt and a completion changes when it is rounded differently."""
+    """Return the mean change per token of the plain forward pass when the same completion is computed with different rounding."""
     others = policy.plain_logps(*ids, filler=NUM_FILLER_TOKENS), policy.plain_logps(*ids, perturbed=True)
     return max(_mean_difference(plain, one[scored]) for one in others)
 
 
 def _sample(store: Preferences, longest: int) -> np.ndarray:
-    """Choose the first few preferences, and the longest one of at most `longest` tokens, to exceed sliding windows."""
+    """Return the indices of the first few preferences, and of the longest preference with at most `longest` tokens.
+
+    The longest preference is included because it may exceed the model's sliding windows.
+    """
     fitting = np.flatnonzero(store.longest <= longest)
     fitting = fitting if len(fitting) else np.array([int(np.argmin(store.longest))])
     last = fitting[np.argmax(store.longest[fitting])]
@@ -209,7 +218,7 @@ def _sample(store: Preferences, longest: int) -> np.ndarray:
 
 
 def _longest_that_fits(policy: Policy, device: torch.device) -> int:
-    """Return the length up to which an eager forward certainly fits in free memory, at most MAX_AUDIT_TOKENS."""
+    """Return the longest sequence whose eager forward pass certainly fits in free memory, but at most MAX_AUDIT_TOKENS."""
     config = policy.model.config.get_text_config()
     heads, size = getattr(config, "num_attention_heads", None) or 1, next(policy.parameters()).element_size()
     heads = max(heads) if isinstance(heads, list) else heads
@@ -241,22 +250,25 @@ def _check_plain(one: AuditedCompletion, tolerance: float, model: str, *, packed
         rows, advice = (
             ("packed", "Train this model with policy.packing.mode=none, and report it.")
             if packed
-            else ("padded", "This model cannot be trained exactly: please report it.")
+            else ("padded", "tandem cannot train this model correctly: please report it.")
         )
         raise AuditError(
             f"audit: {model}: {one.place}: {rows} log-probabilities differ from the model's plain forward by "
-            f"{one.plain_difference:.2g} nats a token (rounding explains {tolerance:.2g}), so training would not be exact. "
+            f"{one.plain_difference:.2g} nats a token (rounding explains {tolerance:.2g}), so losses would be wrong. "
             f"Nothing was trained. {advice}"
         )
 
 
 def _mean_difference(a: Tensor, b: Tensor) -> float:
-    """Return the mean absolute difference. It is NaN if any number is not finite, and then `<= tolerance` is false."""
+    """Return the mean absolute difference. If any number is not finite, the result is NaN, and `<= tolerance` is false."""
     return float((a.double() - b.double()).abs().mean())
 
 
 def _check_calls(policy: Policy, pack: Pack, device: torch.device, model: str) -> None:
-    """Raise AuditError unless every attention layer uses the pack's mask. Runs uncompiled, so that calls can be counted."""
+    """Raise AuditError unless every attention layer uses the pack's mask.
+
+    The model runs uncompiled, so that the calls of `attend` can be counted.
+    """
     if not policy.packed:
         return
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), record_calls() as calls:
@@ -274,7 +286,7 @@ def _ids(ids: np.ndarray, device: torch.device) -> Tensor:
 
 
 def start_loss_verdict(nats: float, vocabulary: int) -> str:
-    """Describe the start model's mean loss per token on the chosen completions, and whether it is plausible."""
+    """Return a description of the start model's mean loss per token on chosen completions, and whether it is plausible."""
     guessing = math.log(vocabulary)
     if nats > 0.95 * guessing:
         return f"{nats:.2f} nats a token, as much as guessing ({guessing:.2f}): these weights are untrained"

@@ -1,4 +1,4 @@
-"""Finds sequences that are longer than the positions a model has, or than it was trained with."""
+"""Finds sequences that are longer than a model's table of positions, or longer than the model was trained with."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -13,10 +13,11 @@ from tandem.model.load import empty_model
 
 
 def position_limit(config: Any) -> int | None:
-    """Return how many tokens a model was trained for, or None if its configuration does not say.
+    """Return the longest sequence that a model was trained for, in tokens, or None if its configuration does not say.
 
-    YaRN extends `original_max_position_embeddings` by a factor, and some configurations keep the shorter number in
-    `max_position_embeddings`. With every other kind of RoPE scaling, that setting already is the extended number.
+    Usually this is `max_position_embeddings`. YaRN extends `original_max_position_embeddings` by a factor, and some
+    configurations with YaRN store the length before the extension in `max_position_embeddings`. The longer of the two lengths is
+    returned.
     """
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
@@ -33,7 +34,7 @@ def position_limit(config: Any) -> int | None:
 
 
 def check_positions(sets: Sets, *models: ModelSource | None) -> None:
-    """Refuse sequences longer than a model's table of positions: the forward pass would fail on them."""
+    """Raise ConfigError if a sequence is longer than a model's table of positions, because the forward pass would fail on it."""
     for source, limit, found in _longer(sets, models):
         if _has_table(source):
             raise ConfigError(
@@ -42,7 +43,7 @@ def check_positions(sets: Sets, *models: ModelSource | None) -> None:
 
 
 def long_sequence_warnings(sets: Sets, *models: ModelSource | None) -> list[str]:
-    """Return a warning for each set with sequences longer than a model was trained for."""
+    """Return a warning for each set that has sequences longer than a model was trained for."""
     return [
         f"{found}, and the model was trained for {limit:,} (max_position_embeddings): beyond that its log-probabilities are "
         f"unreliable. With policy.max_total_sequence_length={limit}, data.overlong decides what happens to such preferences."
@@ -51,7 +52,7 @@ def long_sequence_warnings(sets: Sets, *models: ModelSource | None) -> list[str]
 
 
 def _longer(sets: Sets, models: Iterable[ModelSource | None]) -> Iterator[tuple[ModelSource, int, str]]:
-    """Yield a model, its limit and the start of a sentence, for each set that has sequences beyond the limit."""
+    """Yield a model, its limit and the start of a message, for each model and each set with sequences beyond the limit."""
     for source in models:
         if source is None or (limit := position_limit(source.config)) is None:
             continue
@@ -66,7 +67,7 @@ def _longer(sets: Sets, models: Iterable[ModelSource | None]) -> Iterator[tuple[
 
 
 def _has_table(source: ModelSource) -> bool:
-    """Whether positions are looked up in a table rather than computed."""
+    """Whether a model looks positions up in a table instead of computing them."""
     if architecture_of(source.config).hides_positions:
         return True
     model = empty_model(source)

@@ -1,4 +1,4 @@
-"""Runs a few tokens through a newly loaded model, and refuses one that fails or that cannot be trained exactly."""
+"""Runs a few tokens through a newly loaded model. Refuses a model that fails, or whose results would be wrong in training."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,9 +22,9 @@ TOLERANCE_16_BIT = 0.1
 
 
 def check_forward(policy: Policy, source: ModelSource, device: torch.device, *, longest: int) -> None:
-    """Refuse a model whose forward pass fails, that sees later tokens, or whose layers lose their sliding windows.
+    """Raise ConfigError if the model fails, if a token sees later tokens, or if layers would lose their sliding windows in packs.
 
-    longest: maximum length of a sequence, in tokens.
+    `longest`: maximum length of a sequence, in tokens.
     """
     with _as_config_error(policy, source):
         with record_calls() if policy.packed else nullcontext() as windows:
@@ -35,7 +35,7 @@ def check_forward(policy: Policy, source: ModelSource, device: torch.device, *, 
 
 
 def _forward_and_backward(policy: Policy, inputs: PackInputs) -> None:
-    """Run both passes as in training, but with gradients only down to the output of the embeddings.
+    """Run a forward and a backward pass as in training, but compute gradients only down to the output of the embeddings.
 
     Gradients of the weights would need as much memory as the weights.
     """
@@ -55,14 +55,14 @@ def _forward_and_backward(policy: Policy, inputs: PackInputs) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether the device or the host ran out of memory. train/memory.py turns such an error into advice."""
+    """Whether `error` means that the device or the host ran out of memory. train/memory.py turns such an error into advice."""
     # The message of the CPU allocator contains "can't allocate" or "not enough memory".
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: " in str(error)
 
 
 @contextmanager
 def _as_config_error(policy: Policy, source: ModelSource) -> Iterator[None]:
-    """Turn any error that a model raises into a ConfigError that names the model."""
+    """Turn any error that the model raises inside this context into a ConfigError. Out-of-memory errors are raised unchanged."""
     try:
         yield
     except ConfigError:
@@ -80,9 +80,9 @@ def _as_config_error(policy: Policy, source: ModelSource) -> Iterator[None]:
 
 
 def _check_windows(policy: Policy, source: ModelSource, windows: list[int | None], longest: int) -> None:
-    """Refuse a model that applies its sliding window only through transformers' mask: in a pack the window would be lost.
+    """Raise ConfigError if a model applies its sliding window only through transformers' mask, which packs replace.
 
-    Comparing short sequences does not reveal this.
+    In a pack such a window would have no effect. Sequences shorter than the window do not reveal this.
     """
     window, layers = policy.architecture.window, policy.architecture.layers
     if window is None or window >= longest:
@@ -98,7 +98,7 @@ def _check_windows(policy: Policy, source: ModelSource, windows: list[int | None
 
 
 def _check_causal(policy: Policy, source: ModelSource, device: torch.device) -> None:
-    """Refuse a model in which a different last token changes the log-probabilities before it."""
+    """Raise ConfigError if changing the last token changes the log-probabilities of earlier tokens."""
     prompt, completion = (torch.arange(start, start + 4, device=device) for start in (3, 7))
     other = completion.clone()
     other[-1] += 1
@@ -113,7 +113,7 @@ def _check_causal(policy: Policy, source: ModelSource, device: torch.device) -> 
 
 
 def _tiny_pack(policy: Policy) -> Pack:
-    """A pack of two preferences: in one row, or unpacked with one sequence per row."""
+    """Return a pack of two preferences: in one row, or for an unpacked policy with one sequence per row."""
 
     def preference(start: int) -> TokenizedPreference:
         # prompt of 3, completions of 2 and 3

@@ -23,10 +23,10 @@ from tandem.model.precision.working_copy import GradientSums, WorkingCopy
 
 
 def shard(policy: Policy, ranks: Ranks, *, bfloat16: bool) -> Policy:
-    """Shard the layers and the root over the ranks.
+    """Shard the weights of a policy over the ranks: each layer separately, and all other weights together.
 
-    bfloat16: compute in bfloat16 with float32 weights, and reduce gradients in float32. A single rank is not sharded; with
-    bfloat16 it computes with copies of its weights instead.
+    `bfloat16`: compute in bfloat16 with float32 weights, and reduce gradients in float32. The policy of a single rank is not
+    sharded; with `bfloat16`, it computes with bfloat16 copies of its weights.
     """
     policy.block = block_size(policy, ranks.device, bfloat16=bfloat16)
     if ranks.count == 1:
@@ -68,7 +68,7 @@ def _sum_gradients_in_float32(policy: Policy) -> None:
 
 
 def freeze(policy: Policy) -> Policy:
-    """Make a policy untrainable. If it computes with copies of its weights, only the copies are kept."""
+    """Make a policy untrainable. If it computes with bfloat16 copies of its weights, only the copies are kept."""
     if policy.working_copy is not None:
         policy.working_copy.keep_copies()
         policy.working_copy = None
@@ -76,7 +76,7 @@ def freeze(policy: Policy) -> Policy:
 
 
 def check_layers(source: ModelSource, policy: PolicyConfig, num_ranks: int) -> bool:
-    """Whether `decoder_layers` finds the layers of a model. If it does not, refuse settings that need them.
+    """Whether `decoder_layers` finds the layers of a model. If not, raise ConfigError for settings that need the layers.
 
     Called before any weights load.
     """
@@ -91,7 +91,7 @@ def check_layers(source: ModelSource, policy: PolicyConfig, num_ranks: int) -> b
     for what, (is_needed, way_out) in needed.items():
         if is_needed:
             raise ConfigError(
-                f"{what}: needs a model with a list of layers in the usual place, which {source.name} (model type "
+                f"{what}: needs a model whose layers are in a list named `layers`, which {source.name} (model type "
                 f"{source.config.model_type}) does not have. {way_out}"
             )
     return False
@@ -123,11 +123,11 @@ PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped
 
 
 def recompute(policy: Policy, how: Literal["selective", "full"]) -> None:
-    """Recompute activations in the backward pass.
+    """Make every layer recompute its activations in the backward pass.
 
-    "selective" keeps the outputs of attention and of every second wide matrix product of a layer; "full" keeps only the input
-    of a layer. The layer's forward itself is wrapped, so that compilation sees it: around a compiled layer, "selective" would
-    have no effect.
+    "selective" keeps the outputs of attention and of every second matrix product of a layer. "full" keeps only the layer's input.
+    The wrapper is put around the layer's forward, which is compiled later: around a compiled layer, "selective" would have no
+    effect.
     """
     ranks = [len(parameter) for name, parameter in policy.named_parameters() if "lora_A" in name]
     contexts = partial(_selective, max(ranks, default=0)) if how == "selective" else _keep_nothing
@@ -154,11 +154,11 @@ def _keep_nothing() -> Any:
 
 
 def _every_second_product(rank: int) -> Callable[..., CheckpointPolicy]:
-    """A checkpointing policy that keeps every second matrix product.
+    """Return a checkpointing policy that keeps the outputs of attention and of every second matrix product.
 
-    The forward and the recomputation run the same operations in the same order, and are counted separately. Products into and
-    out of adapters of the given rank are not counted: the outputs of the first are small to keep, the second are cheap to
-    recompute.
+    Products are counted separately in the forward pass and in the recomputation, which run the same operations in the same order.
+    Products with the matrices of adapters, which have this `rank`, are not counted. The output of lora_A is small, so it is kept.
+    The output of lora_B is cheap, so it is recomputed.
     """
     counts = {False: 0, True: 0}
 

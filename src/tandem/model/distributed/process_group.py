@@ -1,4 +1,4 @@
-"""The ranks of a training run: joining their process group, and collective operations. One process is a mesh of one."""
+"""The ranks of a training run: joining their process group, and collective operations. A single process is a group of one."""
 
 import ipaddress
 import os
@@ -26,8 +26,8 @@ LOOPBACK_INTERFACES = ("lo", "lo0")  # on Linux; on macOS
 class MeshShape:
     """The sizes of the mesh of ranks. Today every run has replicate=1 and context=1.
 
-    Ranks are numbered with `context` changing fastest: of (replicate, shard, context) = (1, 2, 2), ranks 0 and 1 compute the
-    same packs, and ranks 2 and 3 compute others.
+    Ranks are numbered with `context` changing fastest. Example: with replicate=1, shard=2 and context=2, ranks 0 and 1 compute
+    the same packs, and ranks 2 and 3 compute the other packs.
     """
 
     replicate: int = 1  # groups of ranks that each hold all weights
@@ -44,7 +44,10 @@ class MeshShape:
         return self.replicate * self.shard
 
     def dimensions(self) -> dict[str, int]:
-        """The names and sizes that the device mesh needs: `shard`, and others that are not 1. Each costs a process group."""
+        """Return the dimensions of the device mesh, as a dict from name to size: `shard`, and any other larger than 1.
+
+        Each dimension costs a process group.
+        """
         sizes = {"replicate": self.replicate, "shard": self.shard, "context": self.context}
         return {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
 
@@ -54,7 +57,7 @@ SINGLE_RANK_MESH = MeshShape()
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes that train together, with this one's device and number.
+    """The processes that train together, and the device and number of this process.
 
     Values on the host are exchanged over a CPU channel (gloo), which never waits for a GPU.
     """
@@ -68,7 +71,7 @@ class Ranks:
 
     @property
     def count(self) -> int:
-        """The number of processes. Batches are divided by `data_parallel`, weights by `shape.shard`."""
+        """The number of ranks. Batches are divided into `data_parallel` parts, weights into `shape.shard` parts."""
         return self.shape.num_ranks
 
     @property
@@ -78,7 +81,7 @@ class Ranks:
 
     @property
     def data_index(self) -> int:
-        """Which part of every global batch this rank computes."""
+        """The index of the part of every global batch that this rank computes."""
         return self.number // self.shape.context
 
     @property
@@ -91,7 +94,7 @@ class Ranks:
         return self.number == 0
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in the order of the ranks. Waits for the others."""
+        """Return the values of all ranks, in the order of the ranks. Every rank must call this."""
         if self.count == 1:
             return [value]
         values: list[T] = [value] * self.count
@@ -99,11 +102,14 @@ class Ranks:
         return values
 
     def gather_parts(self, value: T) -> list[T]:
-        """Return one value for each part of a global batch, in order. Ranks that compute the same packs count once."""
+        """Return one value for each part of a global batch, in order. Every rank must call this.
+
+        Ranks that compute the same part have the same value, which is returned once.
+        """
         return self.gather(value)[:: self.shape.context]
 
     def highest(self, number: int) -> int:
-        """Return the highest number of any rank. Waits for the others."""
+        """Return the maximum of `number` over all ranks. Every rank must call this."""
         if self.count == 1:
             return number
         given = torch.tensor(number)
@@ -111,11 +117,14 @@ class Ranks:
         return int(given)
 
     def lowest(self, number: int) -> int:
-        """Return the lowest number of any rank. Waits for the others."""
+        """Return the minimum of `number` over all ranks. Every rank must call this."""
         return -self.highest(-number)
 
     def all_true(self, flag: Tensor) -> Tensor:
-        """Whether a flag is true on every rank, as a tensor on the device. The host does not wait."""
+        """Return whether `flag` is true on every rank, as a tensor on the device. Every rank must call this.
+
+        The host does not wait.
+        """
         if self.count == 1:
             return flag
         true = flag.to(torch.int32)
@@ -123,9 +132,10 @@ class Ranks:
         return true.to(torch.bool)
 
     def concatenate_parts(self, rows: Tensor) -> tuple[Tensor, slice]:
-        """Return the rows of every part of a global batch in order, and the slice of this rank's own.
+        """Return the rows of all parts of a global batch, in order, and the slice that holds this rank's rows.
 
-        The hosts wait, the devices do not. Ranks that compute the same packs have the same rows, which count once.
+        Ranks that compute the same part have the same rows, which are returned once. Every rank must call this. The hosts wait
+        for each other, but not for the devices.
         """
         counts = self.gather_parts(len(rows))
         start = sum(counts[: self.data_index])
@@ -140,9 +150,10 @@ class Ranks:
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]), own
 
     def run_or_stop_all(self, do: Callable[[], T], *, on: bool) -> T | None:
-        """Call `do` on the ranks for which `on` is true, and wait for all ranks.
+        """Call `do` on the ranks where `on` is true, and wait for all ranks. Every rank must call this.
 
-        If it fails on one rank, all ranks stop and the error is reported once. Returns None where `do` was not called.
+        Return the result of `do`, or None where `on` is false. If `do` fails on any rank, all ranks stop and one of them reports
+        the error.
         """
         if self.count == 1:
             return do() if on else None
@@ -162,38 +173,41 @@ class Ranks:
         return done
 
     def from_first(self, do: Callable[[], T]) -> T:
-        """Call `do` on the first rank and return its result on all ranks."""
+        """Call `do` on the first rank and return its result on all ranks. Every rank must call this."""
         done = self.run_or_stop_all(do, on=self.is_first)
         return self.gather(done)[0]  # type: ignore[return-value]
 
     def one_then_all(self, do: Callable[[], T]) -> T:
-        """Call `do` on every rank, on the first rank of each machine before the others, so that these find its caches."""
+        """Call `do` on one rank of each machine, then on all other ranks, which find the caches that the first call filled.
+
+        Return the result of `do` on this rank. Every rank must call this.
+        """
         early = self.run_or_stop_all(do, on=self.is_first_here)
         late = self.run_or_stop_all(do, on=not self.is_first_here)
         return early if self.is_first_here else late  # type: ignore[return-value]
 
     def with_separate_channel(self) -> "Ranks":
-        """The same ranks with another host channel, for a thread that communicates while the run does."""
+        """Return the same ranks with a separate host channel, for a thread that communicates while the main thread does."""
         if self.count == 1:
             return self
         return replace(self, host_group=dist.new_group(backend="gloo", timeout=TIMEOUT))
 
 
 def make_ranks(device: torch.device, shape: MeshShape, *, is_first_here: bool = True) -> Ranks:
-    """Arrange the ranks of the process group as a mesh of this shape."""
+    """Return the ranks of the process group, arranged as a mesh of this shape."""
     used = shape.dimensions()
     mesh = init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
     return Ranks(mesh=mesh, device=device, shape=shape, number=dist.get_rank(), is_first_here=is_first_here)
 
 
 def compute_deterministically() -> None:
-    """Allow only kernels that give the same bits every time. Must be called before the GPU is first used."""
+    """Allow only kernels that give bitwise identical results every time. Must be called before the GPU is first used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
 def join_process_group() -> Ranks:
-    """Join the ranks that torchrun started, or create a group of this process alone."""
+    """Join the process group of the ranks that torchrun started. Without torchrun, create a group of this process alone."""
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -220,7 +234,7 @@ def join_process_group() -> Ranks:
 def stay_on_loopback() -> None:
     """If all ranks are on this machine, make gloo listen on the loopback interface only.
 
-    By default it listens at the address of the machine's host name.
+    By default, gloo listens at the address of the machine's host name.
     """
     world = os.environ.get("WORLD_SIZE", "1")
     is_here = world in ("1", os.environ.get("LOCAL_WORLD_SIZE")) or _is_loopback(os.environ.get("MASTER_ADDR", ""))
@@ -230,10 +244,10 @@ def stay_on_loopback() -> None:
 
 
 def loopback_store() -> dist.Store | None:
-    """Return the store through which ranks find each other, listening on a loopback address only.
+    """Return a store that listens on a loopback address only. Ranks find each other through the store.
 
-    None if torchrun provides a store, or if MASTER_ADDR is not a loopback address. torch's own store would listen on every
-    interface, whatever MASTER_ADDR is.
+    Return None if torchrun provides a store, or if MASTER_ADDR is not a loopback address. The store that torch creates by default
+    listens on every interface, whatever MASTER_ADDR is.
     """
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -20,9 +20,9 @@ EXTRA_BUFFER_ELEMENTS = 2**32
 
 @contextmanager
 def within_limits(source: ModelSource) -> Iterator[None]:
-    """Refuse a model built inside this context as soon as it is far larger than its weight files.
+    """Raise ConfigError as soon as a model that is built inside this context is far larger than its weight files.
 
-    Build it on the meta device, so that nothing is allocated before it is refused.
+    Build the model on the meta device, so that no memory is allocated before the error.
     """
     if source.stored is None:
         yield

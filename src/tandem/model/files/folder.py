@@ -38,7 +38,7 @@ class StoredWeights:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Parse a file that holds one JSON object. Refuse a file that is too large or nested too deep."""
+    """Parse a file that holds one JSON object. Raise ConfigError if the file is too large or nested too deep."""
     refuse_outside(path.parent, path)
     try:
         if (size := path.stat().st_size) > MAX_JSON_BYTES:
@@ -62,9 +62,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(key: str, name: str, folder: Path, described: dict[str, Any]) -> list[Path]:
-    """Return the files that transformers reads weights from, in order. All must be safetensors files in `folder` itself.
+    """Return the files that transformers reads weights from, in order.
 
-    `described` is the folder's config.json.
+    Raise ConfigError unless all of them are safetensors files in `folder` itself. `described`: the parsed config.json of the
+    folder.
     """
     place = f"{key} = {name}"
     for file in folder.iterdir():
@@ -93,7 +94,7 @@ def weight_files(key: str, name: str, folder: Path, described: dict[str, Any]) -
 
 
 def check_weight_file(place: str, file: Path) -> None:
-    """Refuse a file that is missing, or that links to anything outside its own folder and the hub's cache."""
+    """Raise ConfigError if a file is missing, or links to anything outside its folder and the hub's cache."""
     if not file.is_file():
         raise ConfigError(f"{place}: {file} is missing or is not a file. Is the download complete?")
     if target := outside_of(file.parent, file):
@@ -104,7 +105,7 @@ def check_weight_file(place: str, file: Path) -> None:
 
 
 def read_weight_headers(place: str, files: list[Path]) -> StoredWeights:
-    """Count tensors and bytes of the weight files. Refuse a file that is not safetensors."""
+    """Return the number of tensors and bytes in the weight files. Raise ConfigError if a file is not safetensors."""
     from safetensors import SafetensorError, safe_open
 
     num_tensors = 0
@@ -120,7 +121,10 @@ def read_weight_headers(place: str, files: list[Path]) -> StoredWeights:
 
 
 def refuse_large_counts(place: str, folder: Path, described: dict[str, Any], stored: StoredWeights) -> None:
-    """Refuse a config.json with more layers, experts or heads than any real model: building them would exhaust memory."""
+    """Raise ConfigError if config.json has more layers, experts or heads than any real model.
+
+    Building such a model would exhaust memory.
+    """
     limit = max(MAX_COUNT, stored.num_tensors)
     for key, value in _numbers(described):
         if COUNT.search(key) and value > limit:
@@ -131,7 +135,7 @@ def refuse_large_counts(place: str, folder: Path, described: dict[str, Any], sto
 
 
 def refuse_rebuilding(place: str, folder: Path, described: dict[str, Any]) -> None:
-    """Refuse settings that make transformers replace a model's layers with anything but quantised ones."""
+    """Raise ConfigError for settings that make transformers replace layers of a model, other than a valid quantisation."""
     if described.get("fusion_config"):
         raise ConfigError(
             f"{place}: {folder / 'config.json'} has a fusion_config, which makes transformers replace layers of every model in "
@@ -148,9 +152,9 @@ def refuse_rebuilding(place: str, folder: Path, described: dict[str, Any]) -> No
 
 
 def refuse_wrong_types(place: str, folder: Path, text: Any) -> None:
-    """Refuse a setting that tandem computes with and that has the wrong type.
+    """Raise ConfigError if a setting that tandem computes with has the wrong type.
 
-    `text` is the parsed configuration of the language model.
+    `text`: the parsed configuration of the language model.
     """
     rope = getattr(text, "rope_parameters", None)
     kinds = getattr(text, "layer_types", None)
@@ -171,12 +175,12 @@ def refuse_wrong_types(place: str, folder: Path, text: Any) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is null or a number in the range that tandem computes with."""
+    """Whether a value is None, or a number between -2**63 and 2**63."""
     return value is None or (isinstance(value, int | float) and -LARGEST < value < LARGEST)
 
 
 def _read_index(place: str, index: Path) -> list[str]:
-    """Return the names of the files in an index, each once."""
+    """Return the names of the weight files that an index lists, each name once."""
     if not index.is_file():
         raise ConfigError(f"{place}: {index} is missing or is not a file. Is the download complete?")
     described = read_json(index)
@@ -227,7 +231,7 @@ def _values(value: dict[str, Any] | list[Any]) -> Any:
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, int | float]]:
-    """Yield every number in a JSON value, with its key."""
+    """Yield every number in a JSON value, with the key that holds it."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _numbers(inner, name)

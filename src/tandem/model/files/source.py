@@ -49,7 +49,7 @@ class ModelSource:
 
     @property
     def dtype(self) -> "torch.dtype":
-        """The dtype in which the model was published."""
+        """The dtype of the model's weights according to config.json; float32 if config.json does not name one."""
         import torch
 
         given = self.config.get_text_config().dtype or self.config.dtype or torch.float32
@@ -67,13 +67,13 @@ class ModelSource:
 
 
 def find_model(policy: PolicyConfig) -> ModelSource:
-    """Find the policy's model, policy.model_name."""
+    """Find the model that policy.model_name names."""
     refuse_revision(policy)
     return find_source("policy.model_name", policy.model_name, policy.revision)
 
 
 def refuse_revision(policy: PolicyConfig) -> None:
-    """Refuse policy.revision for a local folder: only models on the hub have revisions."""
+    """Raise ConfigError if policy.revision is set for a model that is not on the hub, because only hub models have revisions."""
     name, revision = policy.model_name, policy.revision
     if revision is not None and (name == EMBEDDED or Path(name).is_dir()):
         what = "the embedded model" if name == EMBEDDED else "a folder"
@@ -84,7 +84,7 @@ def refuse_revision(policy: PolicyConfig) -> None:
 
 
 def check_folder(key: str, name: str, folder: Path) -> None:
-    """Refuse a folder without a model, and name what it holds instead."""
+    """Raise ConfigError if a folder does not hold a model. The message says what the folder holds instead."""
     if (folder / "config.json").is_file():
         return
     hint = ""
@@ -96,9 +96,9 @@ def check_folder(key: str, name: str, folder: Path) -> None:
 
 
 def find_source(key: str, name: str, revision: str | None) -> ModelSource:
-    """Find a model that is embedded, local or on the hub. Refuse one that needs Python code from its repository.
+    """Find a model that is embedded, local or on the hub. Raise ConfigError if the model needs Python code from its repository.
 
-    `key` is the configuration key that names it.
+    `key`: the configuration key that names the model.
     """
     from transformers import AutoConfig
     from transformers.utils import logging
@@ -128,7 +128,10 @@ def find_source(key: str, name: str, revision: str | None) -> ModelSource:
 
 
 def check_path(key: str, name: str) -> None:
-    """Refuse a local path that does not exist or holds no model. Imports, creates and downloads nothing."""
+    """Raise ConfigError if a local path does not exist or holds no model.
+
+    Creates and downloads nothing, and imports no libraries.
+    """
     if name == EMBEDDED:
         return
     refuse_run(key, name)
@@ -141,7 +144,10 @@ def check_path(key: str, name: str) -> None:
 
 
 def refuse_run(key: str, name: str) -> None:
-    """Refuse a run directory, and name the model folder inside it. A finished run may stand for its model."""
+    """Raise ConfigError if `name` is a run directory that cannot be used for `key`. The message names the model inside it.
+
+    A key that names a model accepts a finished run, and means the model that the run exported.
+    """
     if not is_run(Path(name)):
         return
     model = Path(name) / "model"
@@ -167,12 +173,12 @@ def _is_adapter(folder: Path) -> bool:
 
 
 def weights_of(source: ModelSource) -> list[Path]:
-    """The files that a model's weights are read from. Other files in its folder are ignored."""
+    """Return the files that a model's weights are read from. Other files in the model's folder are ignored."""
     return weight_files(source.key, source.name, source.folder, read_json(source.folder / "config.json"))
 
 
 def weights_fingerprint(source: ModelSource) -> str:
-    """Hash everything that decides what the model computes: its weight files and its configuration."""
+    """Return a hash of everything that determines what a model computes: its weight files and its configuration."""
     described = read_json(source.folder / "config.json")
     files = weights_of(source)
     with ThreadPoolExecutor() as threads:
@@ -182,13 +188,13 @@ def weights_fingerprint(source: ModelSource) -> str:
 
 
 def find_tokenizer(policy: PolicyConfig, source: ModelSource) -> Path:
-    """Return the folder (or SentencePiece file) of the tokenizer: policy.tokenizer.name, or by default the model's own."""
+    """Return the folder (or SentencePiece file) of the tokenizer: policy.tokenizer.name, or by default the model's folder."""
     name = policy.tokenizer.name
     return source.folder if name is None else _named_tokenizer(name)
 
 
 def find_tokenizer_without_torch(policy: PolicyConfig) -> Path:
-    """Like `find_tokenizer`, but does not build the weights of the embedded model, which needs torch."""
+    """Like `find_tokenizer`, but does not need torch: for the embedded model, only the tokenizer is built, not the weights."""
     if policy.model_name != EMBEDDED:
         return find_tokenizer(policy, find_model(policy))
     from tandem.model.files.tiny import tiny_tokenizer
@@ -259,7 +265,10 @@ def download(key: str, name: str, revision: str | None, wanted: list[str]) -> Pa
 
 
 def refuse_missing(key: str, name: str) -> None:
-    """Refuse a name that has the form of a local path. Call it if no such folder exists; other names may be on the hub."""
+    """Raise ConfigError if `name` looks like a local path.
+
+    Call this if no such folder exists; any other name may be on the hub.
+    """
     if name.startswith(("/", "./", "../", "~")):
         raise ConfigError(f"{key} = {name}: no such directory. Check the path.")
 
@@ -271,5 +280,5 @@ def _is_known(model_type: Any) -> bool:
 
 
 def describe(error: Exception) -> str:
-    """Return an unexpected error's type and text, as part of a sentence."""
+    """Return the type and text of an unexpected error, to quote in a message."""
     return f"{type(error).__name__}: {one_line(error)}"

@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_model() -> Path:
-    """Return the folder of the embedded model, in the Hugging Face layout."""
+    """Return the folder of the embedded model, in the Hugging Face layout. The first call builds the model."""
     folder = _folder("tiny")
     if not folder.is_dir():
         check_cache_dir()
@@ -29,7 +29,10 @@ def tiny_model() -> Path:
 
 
 def tiny_tokenizer() -> Path:
-    """Return a folder with the tokenizer of the embedded model: the model's own, or one without weights, built without torch."""
+    """Return a folder with the embedded model's tokenizer, without importing torch.
+
+    This is the model's folder if the model was built before. Otherwise it is a folder with only the tokenizer.
+    """
     model, tokenizer = _folder("tiny"), _folder("tiny-tokenizer")
     if model.is_dir():
         return model

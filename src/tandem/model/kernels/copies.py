@@ -42,10 +42,11 @@ def _cast(source, target, count, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def _cast_all(tables, owners, firsts, BLOCK: tl.constexpr):
-    """Cast every tensor to its copy.
+    """Cast every tensor to its bfloat16 copy. Each program casts one block of a tensor.
 
-    tables: for each tensor its address, its copy's address, how many numbers it has, and its first hash input.
-    owners, firsts: for each block the tensor it belongs to, and the index in it of the block's first number.
+    tables: for each tensor, its address, the address of its copy, its number of elements, and the hash input of its first
+    element. owners: for each block, the index of its tensor. firsts: for each block, the index of its first element within the
+    tensor.
     """
     block = tl.program_id(0)
     table = tables + 4 * tl.load(owners + block)
@@ -67,10 +68,10 @@ def _cast_all(tables, owners, firsts, BLOCK: tl.constexpr):
 
 @triton.jit
 def _add_all(tables, owners, firsts, BLOCK: tl.constexpr):
-    """Add every gradient to its sum.
+    """Add every gradient to its sum. Each program adds one block of a gradient.
 
-    tables: for each gradient the address of its sum, its own address, how many numbers it has, and whether it is the first, so
-    that the sum has no value yet. owners, firsts: as above.
+    tables: for each gradient, the address of its sum, the address of the gradient, its number of elements, and whether the sum
+    has no value yet and is overwritten. owners, firsts: see _cast_all.
     """
     block = tl.program_id(0)
     table = tables + 4 * tl.load(owners + block)
@@ -95,7 +96,10 @@ def _add_all(tables, owners, firsts, BLOCK: tl.constexpr):
 
 
 def cast(source: Tensor, start: int) -> Tensor:
-    """Cast one contiguous tensor. start: the hash input of its first number, an int32."""
+    """Return a bfloat16 copy of one contiguous tensor, rounded stochastically.
+
+    `start`: hash input of the first element, an int32.
+    """
     target = torch.empty_like(source, dtype=torch.bfloat16)
     count = source.numel()
     if count:
@@ -106,7 +110,10 @@ def cast(source: Tensor, start: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Tensors cut into blocks: for each block the tensor it belongs to, and the index in it of the block's first number."""
+    """Tensors divided into blocks of NUMBERS_PER_BLOCK elements.
+
+    `owners`: for each block, the index of its tensor. `firsts`: for each block, the index of its first element within the tensor.
+    """
 
     owners: Tensor
     firsts: Tensor
@@ -125,9 +132,9 @@ class Blocks:
 
 
 class Casts:
-    """Casts source tensors to their targets, with one kernel launch per call.
+    """Casts source tensors to target tensors, with one kernel launch per call.
 
-    Takes (source, target, start) for each tensor; `start` is the hash input of its first number.
+    `given`: (source, target, start) for each tensor, where `start` is the hash input of its first element.
     """
 
     def __init__(self, given: Sequence[tuple[Tensor, Tensor, int]]):
@@ -147,7 +154,10 @@ class Casts:
 
 
 class Sums:
-    """Adds bfloat16 tensors to float32 tensors, with one kernel launch per call. Reuses blocks for equal sizes."""
+    """Adds bfloat16 gradients to float32 sums, with one kernel launch per call.
+
+    The division into blocks is kept and reused for tensors of the same sizes.
+    """
 
     MAX_KEPT = 64  # more than a backward has launches
 
@@ -155,7 +165,10 @@ class Sums:
         self.blocks: dict[tuple[int, ...], Blocks] = {}
 
     def __call__(self, given: Sequence[tuple[Tensor, Tensor, bool]]) -> None:
-        """Takes (sum, gradient, is_first) for each tensor, with equal strides. If is_first, the sum has no value yet."""
+        """Add each gradient to its sum. If `is_first`, the sum has no value yet and is overwritten.
+
+        `given`: (sum, gradient, is_first) for each tensor. A sum and its gradient must have equal strides.
+        """
         counts = tuple(total.numel() for total, _, _ in given)
         if counts not in self.blocks:
             if len(self.blocks) == self.MAX_KEPT:

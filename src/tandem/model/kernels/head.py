@@ -1,4 +1,4 @@
-"""GPU kernels for the head's work on a chunk of logits, each one pass over memory. model/head.py defines what they compute."""
+"""GPU kernels for `_target_logps` and `_grad_logits` of model/head.py. Each kernel reads the logits of a chunk once."""
 
 import torch
 import triton  # type: ignore[import-not-found] - comes with torch where there is a GPU
@@ -71,7 +71,10 @@ def _grad_logits(
 def target_logps(
     logits: Tensor, targets: Tensor, scale: float, softcap: float | None, *, squares: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return, for each row of [tokens, vocabulary], the target's log-probability, the log-sum-exp and optionally log sum p^2."""
+    """Return, for each row of `logits` [tokens, vocabulary]: the target's log-probability, the log-sum-exp and log sum p^2.
+
+    The third value is None unless `squares`.
+    """
     logps, normalisers = (torch.empty(len(logits), device=logits.device) for _ in range(2))
     log_squares = torch.empty_like(logps) if squares else None
     _target_logps[(len(logits),)](  # type: ignore[index]
@@ -90,9 +93,9 @@ def grad_logits(
     softcap: float | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the gradient of the logits, given the gradients `grads` of the log-probabilities.
+    """Return the gradient of the logits as `dtype`. `grads`: the gradients of the log-probabilities.
 
-    If `dtype` is that of the logits, the result overwrites the logits.
+    If the logits already have this dtype, the result overwrites the logits.
     """
     slopes = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
     _grad_logits[(len(logits), triton.cdiv(logits.shape[1], LOGITS_PER_BLOCK))](  # type: ignore[index]

@@ -43,19 +43,19 @@ class TrainedAdapter:
     shapes: dict[str, dict[str, tuple[int, ...]]]  # module -> {"A": [dim, in], "B": [out, dim]}
 
     def weights(self) -> dict[str, Tensor]:
-        """Load the adapter's tensors, named as in the model: model.layers.0.self_attn.q_proj.lora_A"""
+        """Return the adapter's tensors by their names in the model, such as model.layers.0.self_attn.q_proj.lora_A."""
         from safetensors.torch import load_file
 
         tensors = load_file(self.folder / WEIGHTS_FILE)
         return {key.removeprefix(PREFIX).removesuffix(".weight"): tensor for key, tensor in tensors.items()}
 
     def content(self) -> list[Any]:
-        """Everything that decides what the adapter computes, for a fingerprint."""
+        """Return everything that determines what the adapter computes, to be hashed."""
         return [content_of(self.folder / WEIGHTS_FILE), self.dim, self.alpha, self.rslora]
 
 
 def read_adapter(name: str) -> TrainedAdapter:
-    """Read an adapter from a local folder or the hub. Refuse one that is not plain LoRA weights in safetensors."""
+    """Read an adapter from a local folder or the hub. Raise ConfigError unless it is plain LoRA with weights in safetensors."""
     key = f"policy.lora.adapter = {name}"
     refuse_run("policy.lora.adapter", name)
     folder = Path(name).resolve() if Path(name).is_dir() else download("policy.lora.adapter", name, None, ["adapter_*"])
@@ -89,7 +89,7 @@ def read_adapter(name: str) -> TrainedAdapter:
 
 
 def write_adapter(folder: Path, config: Any, tensors: dict[str, Tensor]) -> None:
-    """Write an adapter. `config` is a peft configuration; tensors are named as in the model (…q_proj.lora_A)."""
+    """Write an adapter to `folder`. `config`: a peft configuration. `tensors`: named as in the model (…q_proj.lora_A)."""
     from safetensors.torch import save_file
 
     named = {f"{PREFIX}{name}.weight": tensor.contiguous() for name, tensor in tensors.items()}

@@ -1,8 +1,9 @@
 """Computes a linear layer and its adapter in one matrix product.
 
-peft computes the adapter's output as a second product, as wide as the layer's output, writes it to memory, reads it again and
-adds it. Here the adapter's low-rank activations are concatenated to the input, and its second matrix (lora_B) to the weight, if
-the input is narrower than the output. The gradient of the input is computed in the same way if the output is narrower.
+peft computes the adapter's output in a second product, as wide as the layer's output, writes it to memory, reads it again and
+adds it. Here, the adapter's low-rank activations are concatenated to the input, and the adapter's second matrix (lora_B) to the
+weight. This is done unless the input is wider than the output. The gradient of the input is computed in the same way, unless the
+output is wider than the input.
 """
 
 from typing import Any
@@ -14,7 +15,10 @@ from torch import Tensor, nn
 
 
 def join_adapters(model: nn.Module) -> None:
-    """Make every plain linear layer with an adapter compute both in one product. Requires one adapter without dropout."""
+    """Make every plain linear layer with an adapter compute its output in one product.
+
+    Requires a single adapter without dropout.
+    """
     for module in model.modules():
         if type(module) is Linear and type(module.get_base_layer()) is nn.Linear:
             module.__class__ = JoinedLinear

@@ -1,4 +1,4 @@
-"""LoRA: plans which layers get adapters before weights load, and adds peft's adapters to them after."""
+"""LoRA: decides which layers get adapters (before the weights are loaded), and adds peft's adapters to the loaded model."""
 
 import importlib.util
 import re
@@ -34,7 +34,7 @@ PATTERN_SECONDS, PATTERN_BYTES = 10.0, 2**30  # limits of matching a regular exp
 
 @dataclass(frozen=True, slots=True)
 class LoraPlan:
-    """Which layers get adapters, and of what kind. Known before weights load."""
+    """Which layers get adapters, and with which settings. Decided before weights load."""
 
     dim: int
     alpha: float
@@ -50,7 +50,7 @@ class LoraPlan:
     num_frozen: int = 0
 
     def peft_config(self, base: str | None = None, revision: str | None = None) -> Any:
-        """Build peft's configuration. `base` is the name of the model that the adapters belong to."""
+        """Build peft's configuration. `base`: the name of the model that the adapters belong to."""
         from peft import LoraConfig
 
         return LoraConfig(
@@ -66,7 +66,7 @@ class LoraPlan:
         )
 
     def quantization_config(self) -> Any:
-        """Build the quantisation settings for transformers, which quantises linear layers except the head."""
+        """Return quantisation settings for transformers, or None. transformers quantises all linear layers except the head."""
         if self.quantization is None:
             return None
         from transformers import BitsAndBytesConfig
@@ -82,7 +82,7 @@ class LoraPlan:
 
 
 class TrainingDropout(nn.Module):
-    """Dropout that applies only while gradients are computed: not in the reference, the audit or validation."""
+    """Dropout that is active only while gradients are computed: not in the reference, the audit or validation."""
 
     def __init__(self, p: float):
         super().__init__()
@@ -93,7 +93,10 @@ class TrainingDropout(nn.Module):
 
 
 def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: str) -> LoraPlan | None:
-    """Decide which layers get adapters, and refuse settings that cannot work. Called before any weights load."""
+    """Return which layers get adapters, or None if LoRA is disabled. Raise an error for settings that do not work.
+
+    Called before any weights load.
+    """
     if not lora.enabled:
         return None
     _check_quantization(lora, device)
@@ -129,7 +132,7 @@ def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: 
 
 
 def load_adapted(source: ModelSource, policy: PolicyConfig, device: torch.device, plan: LoraPlan) -> Policy:
-    """Load the frozen model with its adapters: new ones, which change nothing yet, or those of policy.lora.adapter."""
+    """Load the frozen model and add adapters: those of policy.lora.adapter, or new ones, which do not change the output yet."""
     loaded = load_policy(source, policy, device, dtype=plan.dtype, quantization=plan.quantization_config())
     _inject(loaded.model, plan, source)
     if plan.dropout == 0 and plan.quantization is None:
@@ -148,7 +151,10 @@ def load_adapted(source: ModelSource, policy: PolicyConfig, device: torch.device
 
 
 def start_fingerprint(source: ModelSource, plan: LoraPlan | None) -> str:
-    """Hash everything that decides what the policy computes at the start. New adapters do not change the base model."""
+    """Return a hash of everything that determines what the policy computes before training.
+
+    New adapters are not part of the hash, because they do not change the output.
+    """
     weights = weights_fingerprint(source)
     if plan is not None and (source.dtype, plan.dtype) == (torch.float16, torch.bfloat16):
         weights = fingerprint(weights, "frozen in bfloat16")  # rounded to nearest, unlike trained weights
@@ -160,7 +166,8 @@ def start_fingerprint(source: ModelSource, plan: LoraPlan | None) -> str:
 def rounds_frozen_weights(source: ModelSource, plan: LoraPlan | None) -> bool:
     """Whether loading rounds the frozen weights: config.json names bfloat16, but the files hold a more precise dtype.
 
-    Trained weights load in float32, so such a model computes different numbers with adapters than without.
+    Without adapters, the weights are trained and load in float32. So such a model computes different numbers with adapters than
+    without.
     """
     from safetensors import safe_open
 
@@ -175,14 +182,17 @@ def rounds_frozen_weights(source: ModelSource, plan: LoraPlan | None) -> bool:
 
 
 def lora_layers(model: Any) -> list[tuple[str, Any]]:
-    """Return the adapted layers, with their names in the plain model."""
+    """Return the adapted layers, each as (name in the plain model, layer)."""
     from peft.tuners.lora import LoraLayer
 
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
 def merge_adapters(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of the plain model, with the adapters among `tensors` added to their weights in float32."""
+    """Return the tensors of the plain model, with the adapters merged into the weights in float32.
+
+    `tensors`: the weights of the adapted model, including those of the adapters.
+    """
     plain = {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items() if ".lora_" not in name}
     for name, layer in lora_layers(model):
         up, down = (tensors[f"{name}.{side}.{ADAPTER}.weight"].float() for side in ("lora_B", "lora_A"))
@@ -191,7 +201,7 @@ def merge_adapters(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def dequantise(model: Any) -> dict[str, Tensor]:
-    """Return the weights of quantised layers, as their forward sees them, by name and on the host."""
+    """Return a dict from name to dequantised weight, on the host, for all quantised layers."""
     from peft.utils.integrations import dequantize_module_weight
 
     return {
@@ -202,7 +212,7 @@ def dequantise(model: Any) -> dict[str, Tensor]:
 
 
 def _inject(model: Any, plan: LoraPlan, source: ModelSource) -> None:
-    """Replace the target layers of the model with peft's, in place, and freeze everything else."""
+    """Replace the target layers of the model by peft's adapted layers, in place, and freeze all other weights."""
     from peft import inject_adapter_in_model
 
     try:
@@ -227,7 +237,7 @@ def _inject(model: Any, plan: LoraPlan, source: ModelSource) -> None:
 
 
 def _not_adapted(error: ValueError, plan: LoraPlan, source: ModelSource) -> ConfigError:
-    """Return an error that explains why peft refuses the layers of a plan."""
+    """Return an error that explains why peft refuses to adapt the layers of a plan."""
     start = None if plan.start is None else plan.start.name
     if found := MAMBA.match(str(error)):
         refused = set(re.findall(r"\w+", found["incompatible"]))
@@ -256,7 +266,7 @@ def _check_quantization(lora: Lora, device: torch.device) -> None:
 
 
 def _linear_layers(model: Any) -> tuple[dict[str, nn.Linear], str | None]:
-    """Return the linear layers by name, without the head; and the head's name."""
+    """Return a dict from name to linear layer, without the head, and the name of the head."""
     head = model.get_output_embeddings()
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     head_name = next((name for name, module in model.named_modules() if module is head), None)
@@ -283,7 +293,10 @@ def _targets(model: Any, source: ModelSource, lora: Lora) -> list[str]:
 def _select(
     wanted: list[str] | str, layers: list[str], head: str | None, source: ModelSource, *, known: str
 ) -> list[str]:
-    """Return the layers that `wanted` selects. `known` lists the linear layers, for messages."""
+    """Return the names in `layers` that `wanted` selects: all-linear, a list of name suffixes, or a regular expression.
+
+    `head`: the name of the head. `known`: a sentence that lists the linear layers, for messages.
+    """
     if wanted == ALL_LINEAR:
         return layers
     names = layers if head is None else [*layers, head]
@@ -308,7 +321,10 @@ def _select(
 
 
 def _adapter_targets(start: TrainedAdapter, model: Any, source: ModelSource, lora: Lora) -> list[str]:
-    """Return the layers that a trained adapter adapts. Refuse it if it does not fit the model or the configuration."""
+    """Return the names of the layers that a trained adapter adapts.
+
+    Raise ConfigError if the adapter does not fit the model or the configuration.
+    """
     key = f"policy.lora.adapter = {start.name}"
     changed = lora.changed()
     for name, own in (("dim", start.dim), ("alpha", start.alpha)):
@@ -343,12 +359,15 @@ def _adapter_targets(start: TrainedAdapter, model: Any, source: ModelSource, lor
 
 
 def _ends_with(module: str, name: str) -> bool:
-    """Whether a module's full name ends with these components: model.layers.0.mlp.up_proj with up_proj, not with proj."""
+    """Whether a module's name ends with the complete part `name`. model.layers.0.mlp.up_proj ends with up_proj, not with proj."""
     return module == name or module.endswith(f".{name}")
 
 
 def _match(pattern: str, modules: list[str]) -> set[str]:
-    """Return the full names that a regular expression matches. Runs in a killable process: some expressions never finish."""
+    """Return the module names that a regular expression matches completely.
+
+    Runs in a separate process that can be killed, because some expressions never finish.
+    """
     try:
         return run_in_process(
             lambda: {module for module in modules if re.fullmatch(pattern, module)}, PATTERN_SECONDS, PATTERN_BYTES
@@ -361,7 +380,10 @@ def _match(pattern: str, modules: list[str]) -> set[str]:
 
 
 def _short_names(targets: Iterable[str], modules: list[str]) -> tuple[str, ...]:
-    """Shorten names if the short ones match no other module: layers.0.mlp.up_proj, layers.1.mlp.up_proj -> up_proj."""
+    """Return the last part of each name, if no other module has the same last part. Otherwise, return the full names.
+
+    layers.0.mlp.up_proj and layers.1.mlp.up_proj are returned as up_proj.
+    """
     targets = list(targets)
     short = sorted({target.rsplit(".", 1)[-1] for target in targets})
     matched = [module for module in modules if any(_ends_with(module, name) for name in short)]

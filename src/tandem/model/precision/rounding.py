@@ -1,8 +1,8 @@
-"""Stochastic rounding to bfloat16: up or down, with probabilities that keep the mean.
+"""Stochastic rounding to bfloat16: a number is rounded up or down at random, so that the result equals the number on average.
 
 Rounding to nearest loses every change smaller than half a step of bfloat16, and the updates of preference training are smaller
-than that. Stochastic rounding loses nothing on average. Its random bits are a hash of the tensor's salt and the index in the
-tensor, so they are the same after a resume and on any number of ranks.
+than that. Stochastic rounding keeps such updates on average. The random bits are a hash of the tensor's salt and of the index in
+the tensor, so they are the same after a resume and on any number of ranks.
 """
 
 import weakref
@@ -18,9 +18,9 @@ EXPONENT = 0x7F800000  # all exponent bits set: infinite or NaN
 
 
 def to_bfloat16(value: Tensor, bits16: Tensor) -> Tensor:
-    """Round float32 to a neighbouring bfloat16: up (away from 0) if the dropped 16 bits plus 16 random bits carry over.
+    """Round float32 to a neighbouring bfloat16, away from 0 if the 16 dropped bits plus 16 random bits (`bits16`) overflow.
 
-    Infinity and NaN are only truncated. A GPU's NaN has all bits set: rounding it up would give 0.
+    Infinity and NaN are only truncated. A GPU's NaN has all bits set, and rounding it up would give 0.
     """
     bits = value.view(torch.int32)
     below = bits & -0x10000
@@ -37,12 +37,12 @@ def hash_int32(number: Tensor) -> Tensor:
 
 
 def random_bits(count: int, start: int) -> Tensor:
-    """Return `count` hashed int32 numbers, for the hash inputs from `start` on, on the CPU."""
+    """Return the hashes of the int32 numbers start, start + 1, …, start + count - 1, on the CPU."""
     return hash_int32(torch.arange(count, dtype=torch.int32) + start)
 
 
 def hash_start(first: int, salt: int) -> int:
-    """Return the hash input for the number at index `first` of a tensor with this salt. Later numbers add their offset."""
+    """Return the hash input of the element at index `first` of a tensor with this salt. Each later element adds 1."""
     return _int32(first + int(hash_int32(torch.tensor(_int32(salt), dtype=torch.int32))))
 
 
@@ -51,17 +51,23 @@ def _int32(number: int) -> int:
 
 
 def salt_of(name: str) -> int:
-    """The salt of a model's tensor. It is the same in every run, so that runs can share a cached reference."""
+    """Return the salt of the tensor with this name. It is the same in every run, so that runs can share a cached reference."""
     return zlib.crc32(name.encode())
 
 
 def salt_in_policy(name: str) -> int:
-    """The salt of a policy parameter, from its name in the model: model.lm_head.weight has the same salt as lm_head.weight."""
+    """Return the salt of a policy's parameter, which is the salt of its name in the model.
+
+    model.lm_head.weight of a policy has the salt of lm_head.weight.
+    """
     return salt_of(name.removeprefix("model.").replace(".base_layer.", "."))
 
 
 def first_index(parameter: nn.Parameter) -> int:
-    """The index in the full tensor at which this rank's shard begins. fully_shard gives each rank an even share of the rows."""
+    """Return the index, in the full flattened tensor, at which this rank's shard begins.
+
+    fully_shard divides the rows of a tensor evenly over the ranks.
+    """
     if not isinstance(parameter, DTensor):
         return 0
     rows = -(-parameter.shape[0] // parameter.device_mesh.size()) * parameter.device_mesh.get_rank()
@@ -77,7 +83,7 @@ def cast_stochastically(parameter: nn.Parameter, salt: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _ShardCast:
-    """The hooks that fully_shard calls before and after it gathers the shards of a parameter."""
+    """The hooks that fully_shard calls before and after it gathers the shards of a parameter. The first hook casts the shard."""
 
     shard: Any  # a weak reference, because the shard refers to this object
     start: int  # hash input of its first number
@@ -95,7 +101,7 @@ class _ShardCast:
 
 
 def round_to_bfloat16(values: Tensor, start: int) -> Tensor:
-    """Round float32 to bfloat16 stochastically, with the random bits for the hash inputs from `start` on."""
+    """Round float32 to bfloat16 stochastically. The random bits of the element at index i are the hash of start + i."""
     if values.is_cuda:
         # Not torch.compile: this is called for every tensor of a model, and checking guards would take longer than the work.
         from tandem.model.kernels.copies import cast

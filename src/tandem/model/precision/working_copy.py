@@ -1,7 +1,7 @@
-"""Training on a single rank: bfloat16 copies of a policy's float32 weights, used in forward and backward.
+"""bfloat16 copies of a policy's float32 weights, for forward and backward passes on a single rank.
 
-The copies are bit for bit equal to the weights that fully_shard casts with several ranks. Without fully_shard's hooks the host
-needs less time, which matters with small packs or adapters, when the GPU waits for the host.
+The copies are bit for bit equal to the weights that fully_shard casts with several ranks. Without fully_shard's hooks, the host
+needs less time. This matters with small packs or adapters, when the GPU waits for the host.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ MAX_PENDING_GRADIENTS = 2**28
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A weight, its bfloat16 copy, and the modules that use it: tied weights are used by several."""
+    """A weight, its bfloat16 copy, and the modules that use the weight. A tied weight is used by several modules."""
 
     weight: nn.Parameter
     copy: nn.Parameter
@@ -31,7 +31,7 @@ class Copy:
 
 
 class WorkingCopy:
-    """The copies of a policy's weights. The policy's modules use them only inside `held`."""
+    """The bfloat16 copies of a policy's weights. The policy's modules use the copies only inside the context `held`."""
 
     def __init__(self, policy: nn.Module):
         self.copies: list[Copy] = []
@@ -84,7 +84,10 @@ class WorkingCopy:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Cast the weights, and make the policy use the copies inside this context. The weights must not change meanwhile."""
+        """Cast the weights to the copies, and make the policy use the copies inside this context.
+
+        The weights must not change inside the context.
+        """
         if self.is_held:
             yield
             return
@@ -100,7 +103,7 @@ class WorkingCopy:
             self.is_held = False
 
     def keep_copies(self) -> None:
-        """Replace the policy's weights with the copies permanently. It cannot be trained after this."""
+        """Replace the policy's weights with the copies permanently. The policy cannot be trained after this."""
         self._use_copies()
         for hook in self._hooks:  # each refers to its weight and would keep it in memory
             hook.remove()
@@ -117,10 +120,10 @@ class WorkingCopy:
 
 
 def _cast_and_add(copies: list[Copy]) -> tuple[Callable[[], None], Callable[[list[tuple[Tensor, Tensor, bool]]], None]]:
-    """Return a function that casts all weights to their copies, and one that adds gradients to their sums.
+    """Return two functions: one casts all weights to their copies, the other adds gradients to their float32 sums.
 
-    The second function takes (sum, gradient, is_first) for each weight; if is_first, the sum has no value yet. On a GPU each
-    function is one kernel launch, since a model has hundreds of weights.
+    The second function takes (sum, gradient, is_first) for each weight. If is_first, the sum has no value yet and is overwritten.
+    On a GPU each function is one kernel launch, because a model has hundreds of weights.
     """
     if all(one.weight.is_cuda for one in copies):
         from tandem.model.kernels.copies import Casts, Sums
@@ -142,8 +145,9 @@ def _cast_and_add(copies: list[Copy]) -> tuple[Callable[[], None], Callable[[lis
 class GradientSums:
     """Float32 sums of the gradients of a policy's bfloat16 parameters.
 
-    Inside `held`, each backward's gradients are added to the sums and `.grad` stays empty, because compiled layers reject a
-    parameter whose gradient has a different dtype. After `held`, the sums are the parameters' gradients.
+    Inside the context `held`, the gradients of each backward pass are added to the sums. `.grad` stays empty meanwhile, because
+    compiled layers reject a parameter whose gradient has a different dtype. When `held` ends, the sums become the parameters'
+    gradients.
     """
 
     def __init__(self, parameters: list[nn.Parameter]):
@@ -165,7 +169,7 @@ class GradientSums:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Run backward passes inside this context. Gradients that exist on entry are added to the sums."""
+        """Backward passes must run inside this context. Gradients that exist on entry are included in the sums."""
         if self.is_held:
             yield
             return

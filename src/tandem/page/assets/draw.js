@@ -128,7 +128,9 @@ function topOf(root, plot) {
 function placeTip(tip, plot, x, y) {
   tip.hidden = false;
   const space = plot.clientWidth;
-  const left = x + 14 + tip.offsetWidth > space ? x - tip.offsetWidth - 14 : x + 14;
+  const isRight = x < space / 2;  // the side with more space, so that the values stay visible
+  tip.style.maxWidth = `${Math.min(300, Math.max(170, (isRight ? space - x : x) - 14))}px`;
+  const left = isRight ? x + 14 : x - tip.offsetWidth - 14;
   tip.style.left = `${Math.max(0, Math.min(left, space - tip.offsetWidth))}px`;
   tip.style.top = `${Math.max(0, y)}px`;
 }

@@ -183,7 +183,7 @@ class Mlflow:
     def _has(self, name: str, step: int) -> bool:
         """Return whether MLflow already has this metric at this step.
 
-        A resumed run skips such metrics, because MLflow would show both values.
+        A resumed run does not send the metric again, because MLflow would show two values for the step.
         """
         if self._reached is None:
             return False

@@ -225,9 +225,9 @@ def _set_random_states(tensors: dict[str, Any], rank: int, place: Path) -> None:
 
 
 def newest_verified(folder: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint whose files all match their SHA-256.
+    """Return the newest checkpoint whose files all match their SHA-256, and an error message for each newer (damaged) one.
 
-    Newer checkpoints are damaged; also return a description of each.
+    Return None if the folder has no checkpoints. Raise CheckpointError if all of its checkpoints are damaged.
     """
     damaged = []
     for place in sorted(checkpoints(folder), key=step_of, reverse=True):
@@ -260,7 +260,7 @@ def prune(folder: Path, keep: int, ranking: Ranking, spared: int = 0) -> None:
 def set_newer_aside(place: Path) -> None:
     """Rename the damaged checkpoints that are newer than `place`.
 
-    The run resumes from `place` and will save these steps again under the same names.
+    The run resumes from `place`, and will save checkpoints of the same steps under the original names.
     """
     for newer in checkpoints(place.parent):
         if step_of(newer) > step_of(place) and not newer.is_symlink():

@@ -82,7 +82,7 @@ class HostCopier:
 
 
 class PinnedMemory:
-    """Pinned host memory, which a GPU can write to directly. `places` holds a tensor in this memory for each given tensor.
+    """Pinned host memory, which a GPU can write to directly. `places`: for each given tensor, a tensor in pinned memory.
 
     torch's own pinned memory is not used: its size is rounded up to a power of two, and allocating it blocks all other use of the
     GPU.

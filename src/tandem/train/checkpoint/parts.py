@@ -115,7 +115,7 @@ def _open_files(folder: Path) -> Iterator[tuple[Path, Any]]:
     for file in sorted(folder.glob("*.safetensors")):
         try:
             if not file.is_file():
-                raise SafetensorError("it is not a file")
+                raise SafetensorError("not a regular file")
             with safe_open(file, framework="pt") as stored:
                 yield file, stored
         except SafetensorError as error:

@@ -20,7 +20,7 @@ class Ranking:
     def __init__(
         self, tracked: TrackedMetric | None, *, higher_is_better: bool, records: Iterable[dict[str, Any]] = ()
     ):
-        """`records`: the records already in metrics.jsonl."""
+        """`records`: the lines already in metrics.jsonl, each as a dict."""
         self._tracked, self._sign = tracked, -1.0 if higher_is_better else 1.0
         self._measured: list[tuple[int, float]] = []  # (step, value), in order
         self._pairs: tuple[Any, ...] = ()  # the pairs that these values were measured on
@@ -29,7 +29,7 @@ class Ranking:
             self.note(record)
 
     def note(self, record: dict[str, Any]) -> None:
-        """Add a record of metrics.jsonl. Records of splits other than the tracked one are ignored."""
+        """Add the values of a new line of metrics.jsonl. The line is ignored if its split is not that of the tracked metric."""
         if self._tracked is None or record["split"] != self._tracked.split:
             return
         if record["step"] == 0:
@@ -83,13 +83,13 @@ class Ranking:
         return False, self._sign * value, step
 
     def value_at(self, step: int) -> float:
-        """The metric as last measured at or before a step; NaN if it was not measured yet."""
+        """Return the latest value of the metric up to and including a step; NaN if the metric was not measured by then."""
         measured = self._measured
         until = bisect_right(measured, step, key=lambda one: one[0])
         return measured[until - 1][1] if until else math.nan
 
     def is_better(self, step: int, other: int) -> bool:
-        """Whether the metric is known for both steps and better for the first."""
+        """Return whether the metric is known at both steps, and is better at `step` than at `other`."""
         value, than = self._sign * self.value_at(step), self._sign * self.value_at(other)
         return math.isfinite(than) and value < than
 
@@ -104,7 +104,7 @@ MAX_NUMBER = 1 << 63  # larger integers do not fit in a float or a tracker
 
 
 def records_in(content: bytes) -> list[Record | None]:
-    """Return the record in each line of metrics.jsonl; None for a line that is damaged or was not written by tandem."""
+    """Return each line of metrics.jsonl as a dict; None for a line that is damaged or was not written by tandem."""
     return [_record(line) for line in content.splitlines()]
 
 

@@ -107,7 +107,10 @@ def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
 
 
 def checkpoint_dir(config: Config, run: Path) -> Path:
-    """The checkpoint directory: inside the run directory unless both keys are set and name different places."""
+    """Return the checkpoint directory.
+
+    This is `checkpoints` in the run directory, unless run.dir and checkpointing.checkpoint_dir are both set and differ.
+    """
     given = config.checkpointing.checkpoint_dir
     if given is None or config.run.dir is None or real_path(given) == real_path(run):
         return run / "checkpoints"
@@ -263,7 +266,10 @@ def refuse_others_checkpoints(run: Path, folder: Path, *, has_checkpoints: bool)
 
 
 def may_be_extended(run: Path, loaded: LoadedConfig) -> bool:
-    """Return whether a setting that decides where a finished run ends has changed. Otherwise there are no steps left to train."""
+    """Return whether the configuration may ask for more steps than a finished run has trained.
+
+    It may do so if one of these keys has changed: dpo.max_num_steps, dpo.max_num_epochs, dpo.early_stopping_patience.
+    """
     old, new = flatten(stored_config(run) or {}), flatten(_config_now(loaded))
     return any(old.get(key) != new.get(key) for key in (*LENGTH_KEYS, "dpo.early_stopping_patience"))
 
@@ -316,7 +322,7 @@ def _config_now(loaded: LoadedConfig) -> dict[str, Any]:
 
 
 def _with_defaults(stored: dict[str, Any]) -> dict[str, Any]:
-    """Fill in defaults for missing keys. An earlier version of tandem may have written the file without newer keys."""
+    """Return the configuration with defaults for missing keys. An earlier version of tandem did not write newer keys."""
     try:
         return Config.model_validate(stored).model_dump()
     except ValidationError:  # a value from the environment, or a key that was removed

@@ -37,7 +37,10 @@ def must_be_kept(t: Training) -> bool:
 
 
 def restore_best(t: Training) -> RestoredStep | None:
-    """Load the best checkpoint if the run stopped early or exports its best step. Return None if the last step is exported."""
+    """Load the best checkpoint if the run exports it. Return its step and the reason, or None if the last step is exported.
+
+    A run exports its best checkpoint if it stopped early, or if export.checkpoint=best.
+    """
     stopped_early = is_exhausted(t)
     if not stopped_early and not _exports_best(t):
         return None

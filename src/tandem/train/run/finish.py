@@ -36,7 +36,7 @@ BATCH_SIZE_KEY = "policy.train_global_batch_size"
 
 
 def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, per_pair: Path | None) -> None:
-    """Validate, save, judge and export. The export is measured before it gets its final name."""
+    """Validate and save the policy, export it, and print verdicts. The export is measured before it gets its final name."""
     _report_memory(t)
     after = _validate_and_save_last(t)
     verdicts = judge(t.metrics.records(), t.setup.config)
@@ -69,7 +69,10 @@ def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, pe
 
 
 def _verdicts_on_export(of_run: list[Verdict], t: Training, step: int) -> list[Verdict]:
-    """Return verdicts on the exported step, which is before the last step. If the run diverged later, include that verdict."""
+    """Return verdicts on the exported step, which is before the last step.
+
+    If the run diverged after the exported step, the verdict "diverged" is included. `of_run`: verdicts on the last step.
+    """
     until = [record for record in t.metrics.records() if record["step"] <= step]
     later = [verdict for verdict in of_run if verdict.name == "diverged"]
     return [*later, *(verdict for verdict in judge(until, t.setup.config) if verdict not in later)]
@@ -86,7 +89,7 @@ def _report_memory(t: Training) -> None:
 
 
 def _export(t: Training, folder: Path, after: list[ValidationReport], loaded: LoadedConfig) -> ExportForm:
-    """Export the model, or the adapters alone, with a model card; return the form of the export."""
+    """Export the model, or the adapters alone, with a model card. Return what was exported, and in which dtype."""
     setup = t.setup
     form = export_form(setup.config.export, setup.source, setup.lora)
 
@@ -125,7 +128,7 @@ def _export(t: Training, folder: Path, after: list[ValidationReport], loaded: Lo
 def _report_results(
     t: Training, model: Path, form: ExportForm, per_pair: Path | None, stop: RestoredStep | None
 ) -> None:
-    """Print where everything is."""
+    """Print where the exported model, the metrics and the checkpoints are."""
     config = t.setup.config
     t.reporter.end(f"Done. Everything is in {t.run}")
     best = (
@@ -159,7 +162,7 @@ def _suggest_better_checkpoint(t: Training, loaded: LoadedConfig) -> None:
 
 
 def _suggest_next(t: Training, model: Path, loaded: LoadedConfig) -> None:
-    """Print a command to try next: for the embedded model, the same run with a real model; otherwise, how to use the model."""
+    """Print what to do next. For the embedded model: the same run with a real model. Otherwise: a command that uses the model."""
     if t.setup.config.policy.model_name != EMBEDDED:
         t.reporter.say("\nNext: use it.")
         t.reporter.command(using(model, t.setup.template))
@@ -172,7 +175,7 @@ def _suggest_next(t: Training, model: Path, loaded: LoadedConfig) -> None:
 
 
 def using(model: Path, template: Template) -> str:
-    """The command that prompts an exported model: with a conversation if it has a chat template, else with plain text."""
+    """Return a command that prompts an exported model: with a conversation if it has a chat template, else with plain text."""
     asked = json.dumps(template.example() or QUESTION, ensure_ascii=False)
     name = json.dumps(str(model), ensure_ascii=False)
     return python_command(
@@ -181,7 +184,7 @@ def using(model: Path, template: Template) -> str:
 
 
 def with_real_model(loaded: LoadedConfig, run: Path) -> str:
-    """The command that repeats a run of the embedded model with a real one, in another directory."""
+    """Return the command that repeats a run of the embedded model with a real model, in another run directory."""
     config, own = loaded.config, _has_own_pairs(loaded)
     is_resumed = loaded.file is not None and Path(loaded.file).resolve() == (run / "config.yaml").resolve()
     # A run's config.yaml contains the embedded default configuration, which is for the embedded model only.
@@ -229,7 +232,7 @@ def _validate_and_save_last(t: Training) -> list[ValidationReport]:
 
 
 def write_per_pair(t: Training, path: Path) -> None:
-    """Measure the current policy on every pair of the training and validation sets, and write the file."""
+    """Measure the current policy on every pair of the training and validation sets, and write the metrics to `path`."""
     contexts = {"train": t.context, **{validation.split: validation.context for validation in t.validation_sets}}
     batch_size = t.setup.config.policy.train_global_batch_size
 

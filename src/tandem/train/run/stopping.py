@@ -23,7 +23,7 @@ class Stopping:
     def __init__(self, must_save_by: float | None = None, highest: Callable[[int], int] = lambda number: number):
         """`must_save_by`: seconds until the time limit.
 
-        `highest`: returns the maximum of a number over all ranks, so that ranks stop together.
+        `highest`: a function that returns the maximum of a number over all ranks. It makes all ranks stop together.
         """
         self._deadline = None if must_save_by is None else time.monotonic() + must_save_by
         self._longest = {"step": 0.0, "save": 0.0}

@@ -106,7 +106,10 @@ def _digest(*parts: Any) -> str:
 
 
 def refuse_different_ranks(ranks: Ranks, facts: Callable[[], dict[str, str]]) -> None:
-    """Raise RanksDifferError on all ranks if a value differs between ranks. `facts`: returns this rank's values."""
+    """Raise RanksDifferError on all ranks if a value differs between ranks.
+
+    `facts`: a function that returns the values of this rank, as a dict from description to value.
+    """
     if ranks.count == 1:
         return
     of_ranks = ranks.gather(facts())

@@ -257,7 +257,7 @@ def _fingerprints(setup: Setup, ranks: Ranks, weights: str) -> dict[str, str]:
 
 
 def validation_sets(setup: Setup, contexts: dict[str, StepContext]) -> list[ValidationSet]:
-    """The validation sets of a run. contexts: by split."""
+    """Return the validation sets of a run. `contexts`: the StepContext (reference, loss settings, ranks) of each split."""
     dpo = setup.config.dpo
     return [
         ValidationSet(

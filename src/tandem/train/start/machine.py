@@ -15,7 +15,7 @@ from tandem.model.lora.layers import LoraPlan, plan_lora
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The device of a run, and how the run is computed on it."""
+    """The device of a run, and the precision, adapters and compilation chosen for the device."""
 
     device: torch.device
     precision: str

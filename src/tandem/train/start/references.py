@@ -69,8 +69,8 @@ def make_references(
 ) -> dict[str, Reference]:
     """Return the references of the training set and of every validation set, as a dict from split to reference.
 
-    `weights`: the fingerprint of the start model. `check`: called during long computations; it may raise to stop the run. `only_validation`:
-    leave out the training set, and write nothing to the run.
+    `weights`: the fingerprint of the start model. `check`: called during long computations; it may raise to stop the run.
+    `only_validation`: leave out the training set, and write nothing to the run directory.
     """
     packers = setup.plan.packers()
     if only_validation:

@@ -186,8 +186,7 @@ def fit_to_machine(
 def fit_plan(inputs: Inputs, machine: Machine, share: RankShare = SINGLE_RANK, memory: int | None = None) -> Plan:
     """Choose row lengths for the device and plan the packing. Raise an error if the run does not fit in memory.
 
-    `memory`: as in `set_up`. Only the size of the model is used, so `inputs` may contain other sets, to plan the training of the
-    same model on these sets.
+    `memory`: as in `set_up`.
     """
     config, source, device, schedule = inputs.config, inputs.source, machine.device, inputs.schedule
     sizes = {"lora": machine.lora, "precision": machine.precision, "mesh": machine.mesh}
