@@ -12,7 +12,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -168,7 +168,7 @@ def stored_pairs(folder: Path) -> Mapping[str, Any]:
     return _Reader(folder).mapping("pairs.json")
 
 
-def list_runs(folder: str | Path, each: Callable[[list[Path]], Iterator[Path]] = iter) -> list[Run]:
+def list_runs(folder: str | Path, each: Callable[[list[Path]], Iterable[Path]] = iter) -> list[Run]:
     """Read every run in a folder, or the folder itself if it is one, in the order of their names: run-2 before run-10.
 
     each: goes through the paths, for a progress bar.

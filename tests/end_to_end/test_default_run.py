@@ -58,6 +58,9 @@ def test_the_run_directory_holds_the_documented_files(default):
         "checkpoints/best",
         "checkpoints/latest",
         "model",
+        "report.html",
+        "setup.json",
+        "pairs.json",
     ):
         assert (run / name).exists(), name
     assert (run / "rejects.jsonl").read_text() == ""

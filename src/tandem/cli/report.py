@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.app import app, expand_home_callback
+from tandem.cli.app import app, expand_home_callback, with_bar
 
 
 @app.command()
@@ -22,11 +22,15 @@ def report(
     as_json: Annotated[bool, typer.Option("--json", help="Also print the runs as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")] = False,
 ) -> None:
-    """Write a page with the curves, pairs and settings of a run, or compare several runs."""
+    """Write a page on a run, or compare several runs.
+
+    It shows curves, verdicts, pairs, packing, data and settings, in one file that needs no network.
+    """
     from tandem.page.listing import as_json as run_as_json
     from tandem.page.write import write_report
+    from tandem.report.reporter import Reporter
 
-    written = write_report(runs, out)
+    written = write_report(runs, out, with_bar("Reading runs", Reporter("quiet" if quiet or as_json else "normal")))
     if as_json:
         best = None if written.best is None else str(written.best.path)
         content = {"page": str(written.page), "runs": [run_as_json(run) for run in written.runs], "best": best}

@@ -1,13 +1,11 @@
 """`tandem runs`: lists runs with their results and the settings in which they differ."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tandem.cli.app import app, expand_home_callback
+from tandem.cli.app import app, expand_home_callback, with_bar
 
 
 @app.command("runs")
@@ -18,21 +16,14 @@ def show_runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the table.")] = False,
 ) -> None:
-    """List the runs in a folder with their results and changed settings."""
+    """List runs with their results and changed settings."""
     from tandem.page.listing import COLUMNS, changed_keys, list_row
     from tandem.page.listing import as_json as run_as_json
     from tandem.report.reporter import Reporter
     from tandem.runs import list_runs
 
     reporter = Reporter("quiet" if as_json or quiet else "normal")
-
-    def with_bar(paths: list[Path]) -> Iterator[Path]:
-        with reporter.progress("Reading runs", len(paths)) as done:
-            for path in paths:
-                yield path
-                done(1)
-
-    runs = list_runs(folder, with_bar)
+    runs = list_runs(folder, with_bar("Reading runs", reporter))
     if as_json:
         print(json.dumps([run_as_json(run) for run in runs], ensure_ascii=False, indent=1))
         return

@@ -15,7 +15,10 @@ def watch(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the address.")] = False,
 ) -> None:
-    """Show the page of a run in a browser on this machine, and follow the run while it trains."""
+    """Show a run in the browser, and follow it as it trains.
+
+    Serves the page of the run on 127.0.0.1, for browsers on this machine only.
+    """
     from tandem.page.serve import serve_run
 
     with serve_run(run, port) as server:

@@ -1,8 +1,8 @@
 """Keeps the page of a run up to date while it trains. A page that cannot be written is reported and never ends the run."""
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ class RunPage:
 
     def note(self, split: str, measured: Measured) -> None:
         """Take the pairs of a validation, for the next time the page is written."""
-        with self._reporting_errors():
-            self._pairs_file().note(split, measured)
+        if self._enabled:
+            with self._reporting_errors():
+                self._pairs_file().note(split, measured)
 
     def refresh(self) -> None:
         """Write the page, unless it was written a moment ago."""
@@ -46,10 +47,10 @@ class RunPage:
             self._write(ended=True)
 
     def _write(self, *, ended: bool) -> None:
+        if not self._enabled:
+            return
         started = time.monotonic()
         with self._reporting_errors():
-            if not self._enabled:
-                return
             self._pairs_file().write()
             run = open_run(self._run)
             if ended and run.status == "running":  # this process still holds the lock
@@ -62,10 +63,15 @@ class RunPage:
             self._pairs = PairsFile(self._run / "pairs.json", self._tokenizer, stored_pairs(self._run))
         return self._pairs
 
-    def _reporting_errors(self) -> "_Reporting":
-        return _Reporting(self)
+    @contextmanager
+    def _reporting_errors(self) -> Iterator[None]:
+        """A context in which an error disables the page instead of ending the run."""
+        try:
+            yield
+        except Exception as error:
+            self._disable(error)
 
-    def disable(self, error: Exception) -> None:
+    def _disable(self, error: Exception) -> None:
         """Report why the page cannot be written, once, and stop writing it."""
         if self._enabled:
             self._enabled = False
@@ -75,19 +81,3 @@ class RunPage:
                     f"{self._run}/report.html cannot be written ({what}). Training continues without it; `tandem report "
                     f"{self._run}` writes it later."
                 )
-
-
-class _Reporting:
-    """A context in which an error disables the page instead of ending the run."""
-
-    def __init__(self, page: RunPage):
-        self._page = page
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, Exception):
-            self._page.disable(error)
-            return True
-        return False

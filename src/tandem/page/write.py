@@ -1,7 +1,7 @@
 """Writes the page of a run, or the comparison of several, as one HTML file."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,14 +36,16 @@ class Report:
     best: Run | None  # of several runs, the one with the highest accuracy on the same pairs
 
 
-def write_report(runs: Sequence[str | Path], out: str | Path | None = None) -> Report:
+def write_report(
+    runs: Sequence[str | Path], out: str | Path | None = None, each: Callable[[list[Path]], Iterable[Path]] = iter
+) -> Report:
     """Read runs and write their page: RUN/report.html for one, comparison.html in the working directory for several.
 
-    out: another file. A file that is not a page of tandem is never replaced.
+    out: another file. A file that is not a page of tandem is never replaced. each: goes through the runs, for a progress bar.
     """
     if not 0 < len(runs) <= MAX_RUNS:
         raise ConfigError(f"{len(runs)} runs: a page shows 1 to {MAX_RUNS}. Name fewer runs.")
-    found = tuple(open_run(path) for path in runs)
+    found = tuple(open_run(path) for path in each([Path(run) for run in runs]))
     default = found[0].path / "report.html" if len(found) == 1 else Path("comparison.html")
     page = default if out is None else Path(out)
     check_page(page)
