@@ -31,16 +31,9 @@ def list_row(run: Run) -> list[str]:
 
 
 def changed_keys(runs: Sequence[Run]) -> list[list[str]]:
-    """Of each run, its changed keys as key=value; of several runs, only those in which they differ."""
-    differing = differing_keys(runs)
-    return [
-        [
-            f"{key}={shown(run.config.get(key))}"
-            for key in (differing if len(runs) > 1 else run.changed)
-            if len(runs) == 1 or key in run.changed
-        ]
-        for run in runs
-    ]
+    """Of a single run, its changed keys as key=value; of several, the keys in which they differ."""
+    keys = differing_keys(runs) if len(runs) > 1 else runs[0].changed
+    return [[f"{key}={shown(run.config.get(key))}" for key in keys] for run in runs]
 
 
 def as_json(run: Run) -> dict[str, Any]:
