@@ -41,6 +41,15 @@ test-slow: $(READY)  ## the tests that take minutes; SHARD=1/3 runs a third of t
 faults: $(READY)  ## kills, full disks, damaged files: every fault a run must survive
 	$(PYTEST) -m "not gpu" tests/faults
 
+# Installed only where this user may; where chromium is missing the tests are skipped, and say so.
+.PHONY: test-page
+test-page: $(READY)  ## the page of a run in a real browser; installs Debian's chromium where it can
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  { apt-get install -qq -y --no-install-recommends chromium || \
+	    { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; }; } >/dev/null 2>&1; } || \
+	  echo "chromium cannot be installed here: its tests are skipped"
+	$(BIN)/python -m pytest -n 0 -rs -m page tests/page
+
 .PHONY: test-gpu
 test-gpu:  ## the tests that need a CUDA device, with the python at hand
 	$(PYTHON) -m pytest -m gpu

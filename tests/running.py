@@ -40,7 +40,7 @@ SHORT = [
     "policy.scheduler=null",
 ]
 
-VARYING = ("step_seconds", "loader_wait_seconds", "pairs_per_second", "tokens_per_second")
+VARYING = ("step_seconds", "loader_wait_seconds", "pairs_per_second", "tokens_per_second", "memory_gib")
 
 
 def short_run(folder: Path, *overrides: str, fresh: bool = False, per_pair: Path | None = None) -> Path:

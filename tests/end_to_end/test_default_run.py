@@ -58,6 +58,9 @@ def test_the_run_directory_holds_the_documented_files(default):
         "checkpoints/best",
         "checkpoints/latest",
         "model",
+        "report.html",
+        "setup.json",
+        "pairs.json",
     ):
         assert (run / name).exists(), name
     assert (run / "rejects.jsonl").read_text() == ""
@@ -77,6 +80,7 @@ def test_a_training_record_holds_every_documented_metric(default):
         "step_seconds",
         "loader_wait_seconds",
         "pairs_per_second",
+        "memory_gib",
         "tokens_per_second",
     }
 

@@ -1,5 +1,6 @@
 """Tests that need a GPU: FlexAttention with tandem's block lists, compiled layers, and steps that do not wait for the device."""
 
+import json
 import os
 import signal
 import subprocess
@@ -303,3 +304,20 @@ def test_a_deterministic_run_that_was_killed_resumes_bit_for_bit(tmp_path):
     assert cut.returncode == 0, cut.stderr
     assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
     assert largest_difference(weights_of(tmp_path / "cut"), weights_of(tmp_path / "whole")) == 0.0
+
+
+def test_a_run_records_its_gpu_memory_and_writes_its_page(tmp_path):
+    run = short_run(tmp_path / "run", "dpo.val_at_end=true")
+    used = [record["memory_gib"] for record in metrics_of_everything(run)]
+    assert all(0 < gib < 200 for gib in used)
+    assert used == sorted(used)  # the peak so far
+    page = (run / "report.html").read_text()
+    assert torch.cuda.get_device_name() in (run / "setup.json").read_text() and ">finished<" in page
+
+
+def metrics_of_everything(run):
+    return [
+        record
+        for record in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if record["split"] == "train"
+    ]

@@ -1,7 +1,9 @@
 """The Typer application that commands register with, and the options that several commands share."""
 
 import os
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -9,6 +11,9 @@ from typer.core import TyperGroup
 from tandem import __version__
 from tandem.errors import ConfigError
 from tandem.terminal.commands import key_of, override
+
+if TYPE_CHECKING:
+    from tandem.report.reporter import Reporter
 
 
 class Interrupted(Exception):
@@ -31,7 +36,10 @@ class CommandGroup(TyperGroup):
             raise Interrupted(INTERRUPT_HINTS.get(str(ctx.invoked_subcommand), "")) from None
 
 
-HELP_ORDER = ("train", "eval", "export", "generate", "chat", "inspect", "prepare", "config", "fail-points")
+HELP_ORDER = (
+    *("train", "eval", "report", "watch", "runs", "generate", "chat", "export"),
+    *("inspect", "prepare", "config", "fail-points"),
+)
 LOADING_MESSAGE = "Loading torch and transformers (a few seconds)"
 NOTHING_KEPT = ". No incomplete files were kept; run the same command to start again."
 GENERATED_KEPT = ". With --out, complete lines were kept; run the same command to continue."
@@ -88,6 +96,18 @@ def with_option(overrides: list[str], option: str, key: str, value: str | int | 
     if given := next((one for one in overrides if key_of(one) == key), None):
         raise ConfigError(f"{option} {value} and {given} set the same key. Leave out one of them.")
     return [*overrides, override(key, value)]
+
+
+def with_bar(what: str, reporter: "Reporter") -> Callable[[list[Path]], Iterator[Path]]:
+    """Return a function that goes through paths and shows a progress bar meanwhile."""
+
+    def each(paths: list[Path]) -> Iterator[Path]:
+        with reporter.progress(what, len(paths)) as done:
+            for path in paths:
+                yield path
+                done(1)
+
+    return each
 
 
 def is_distributed() -> bool:

@@ -4,7 +4,20 @@ import os
 import sys
 
 # Importing a module registers its command with the application.
-from tandem.cli import chat, config, eval, export, fail_points, generate, inspect, prepare, train  # noqa: F401
+from tandem.cli import (  # noqa: F401
+    chat,
+    config,
+    eval,
+    export,
+    fail_points,
+    generate,
+    inspect,
+    prepare,
+    report,
+    runs,
+    train,
+    watch,
+)
 from tandem.cli.app import Interrupted, app, is_distributed
 from tandem.errors import AlreadyReportedError, DiskError, StoppedError, TandemError, Terminated, full_disk
 from tandem.isolation import isolated

@@ -1,6 +1,8 @@
 """Estimates the memory of a run and chooses its row length. Refuses a run that does not fit in memory."""
 
 import os
+import resource
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,6 +221,14 @@ def device_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Return the most memory used so far in GiB: allocated on the GPU, or of this process if the device is a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
 
 def _fixed_bytes(num: int, policy: PolicyConfig, lora: LoraPlan | None, precision: str, mesh: MeshShape) -> float:

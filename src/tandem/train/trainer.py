@@ -1,6 +1,5 @@
 """Trains a run from its configuration to its exported model: set up, build, loop, finish."""
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -10,20 +9,21 @@ from typing import Any
 from tandem.config.load import LoadedConfig
 from tandem.config.sections.checkpointing import Checkpointing
 from tandem.data.preflight import preflights
-from tandem.data.store.sets import with_set_keys
+from tandem.data.store.sets import write_rejects
 from tandem.errors import AlreadyReportedError, AuditError, DefectError, NonFiniteError, StoppedError
 from tandem.export.cached import export_named_checkpoints
 from tandem.model.distributed.process_group import Ranks, compute_deterministically, join_process_group
 from tandem.packing.batches import GlobalBatch, load_ahead
 from tandem.packing.packer import RankShare
+from tandem.page.stored import Described, write_setup
 from tandem.report.choices import describe_choices, describe_computation
 from tandem.report.per_pair import check_per_pair
 from tandem.report.reporter import Reporter
 from tandem.report.setup_warnings import setup_warnings, unreached_limit
-from tandem.storage.cache import replacing, write_atomically
+from tandem.storage.cache import write_atomically
 from tandem.storage.ownership import remove_abandoned
 from tandem.train.checkpoint.checkpoints import Progress, checkpoints, refuse_taken_names, step_of
-from tandem.train.memory import device_memory, out_of_memory_error
+from tandem.train.memory import device_memory, out_of_memory_error, peak_memory_gib
 from tandem.train.run.directory import (
     TEMPORARY_NAMES,
     choose_run_dir,
@@ -38,7 +38,7 @@ from tandem.train.run.extension import check_extension, refuse_shortening
 from tandem.train.run.finish import finish, write_per_pair
 from tandem.train.run.stopping import Stopping, stopped_by_signals
 from tandem.train.start.agreement import derived, refuse_different_ranks
-from tandem.train.start.build import Training, build
+from tandem.train.start.build import Training, build, writes_page
 from tandem.train.start.setup import Setup, set_up
 from tandem.train.step import PendingStep, train_step
 from tandem.train.validation import ValidationReport
@@ -93,7 +93,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
         if ranks.count > 1:
             reporter.say(f"Ranks: {ranks.count}")
         earlier = earlier_run(run, loaded) if not fresh and not checkpoints(kept) else None
-        _report_setup(setup, run, reporter, earlier)
+        _report_setup(setup, run, reporter, earlier, ranks)
         saves = loaded.config.checkpointing.enabled
         with stopped_by_signals(stopping, alone=ranks.count == 1, prints=ranks.is_first, saves=saves):
             try:
@@ -103,7 +103,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
                     )
                 refuse_different_ranks(ranks, lambda: _resumed_from(training))
                 _warn_of_changed_sets(training)
-                with closing(training.tracking), closing(training.saver):
+                with closing(training.tracking), closing(training.page), closing(training.saver):
                     _run(training, loaded, per_pair)
             except StoppedError:
                 _report_what_is_kept(kept, loaded.config.checkpointing, reporter)
@@ -116,13 +116,16 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
     return run
 
 
-def _report_setup(setup: Setup, run: Path, reporter: Reporter, earlier: tuple[str, str] | None) -> None:
+def _report_setup(setup: Setup, run: Path, reporter: Reporter, earlier: tuple[str, str] | None, ranks: Ranks) -> None:
     """Print the data, the settings and warnings. `earlier`: a hint that an earlier run can be resumed, and the command for it."""
-    reporter.preflight(preflights(setup.plan.sets), dict.fromkeys(setup.plan.sets.read, run / "rejects.jsonl"))
-    reporter.choices(describe_choices(setup))
+    sets, choices, computed = preflights(setup.plan.sets), describe_choices(setup), describe_computation(setup)
+    if writes_page(setup, ranks):
+        write_setup(run, setup, Described(sets, choices, computed, ranks.count), reporter.warn)
+    reporter.preflight(sets, dict.fromkeys(setup.plan.sets.read, run / "rejects.jsonl"))
+    reporter.choices(choices)
     reporter.shows_parts = setup.config.dpo.sft_loss_weight > 0
     reporter.say(f"Rows: {setup.plan.rows}")
-    reporter.say(f"Computed: {describe_computation(setup)}")
+    reporter.say(f"Computed: {computed}")
     if earlier is not None:
         reporter.warn(earlier[0], command=earlier[1])
     for text in setup_warnings(setup):
@@ -151,7 +154,7 @@ def _claim_directories(stack: ExitStack, run: Path, setup: Setup, loaded: Loaded
     refuse_shortening(run, setup)
     if not is_finished(run):  # a finished run that is extended gets its configuration later (extension.py)
         write_atomically(run / "config.yaml", loaded.as_yaml(), "config")
-    _write_rejects(setup, run)
+    write_rejects(setup.plan.sets.read, run / "rejects.jsonl")
 
 
 def _run(t: Training, loaded: LoadedConfig, per_pair: Path | None) -> None:
@@ -315,19 +318,9 @@ def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: An
         "loader_wait_seconds": waited,
         "pairs_per_second": report.num_pairs / report.seconds,
         "tokens_per_second": report.num_tokens / report.seconds,
+        "memory_gib": peak_memory_gib(t.ranks.device),
     }
     t.record(record)
     t.stopping.took("step", report.seconds)
     t.reporter.step(record, t.setup.plan.num_steps)
     bar(1, t.reporter.numbers(record))
-
-
-def _write_rejects(setup: Setup, run: Path) -> None:
-    """Write every row that was left out of a set to rejects.jsonl, with its place in the data and the reason."""
-    with replacing(run / "rejects.jsonl") as out:
-        for split, store in setup.plan.sets.read.items():
-            with (store.folder / "rejects.jsonl").open(encoding="utf-8") as rejects:
-                for line in rejects:
-                    reject = json.loads(line)
-                    reject["message"] = with_set_keys(reject["message"], split)
-                    out.write(json.dumps({"split": split, **reject}) + "\n")

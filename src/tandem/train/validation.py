@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -46,6 +46,8 @@ class ValidationReport:
     num_pairs: int
     data: str  # a short fingerprint of the pairs
     seconds: float = 0.0
+    # The values of every pair; None if the report was read from metrics.jsonl.
+    table: PairTable | None = field(default=None, repr=False, compare=False)
 
 
 def validate(policy: Policy, validation: ValidationSet, check: Callable[[], None] = lambda: None) -> ValidationReport:
@@ -60,6 +62,7 @@ def validate(policy: Policy, validation: ValidationSet, check: Callable[[], None
         num_pairs=len(table),
         data=validation.data,
         seconds=time.perf_counter() - started,
+        table=table,
     )
 
 

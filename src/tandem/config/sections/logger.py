@@ -78,6 +78,7 @@ class Logger(Section):
         description="at every validation, print the answers of policy and reference to this many prompts of the first "
         "validation set",
     )
+    report: bool = Field(default=True, description="write report.html, a page of the run's curves, pairs and settings")
     monitor_gpus: bool = Field(
         default=True,
         description="log GPU utilisation and memory to trackers and {logger.log_dir}/gpu.jsonl; no effect on a CPU",

@@ -1,9 +1,11 @@
 """Opens the training and validation sets of a configuration as tokenised data."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from tandem.data.store.token_store import TokenStore
 from tandem.data.text.template import Template
 from tandem.embedded.files import TRAIN, VALIDATION
 from tandem.errors import ConfigError, DataError, TandemError
+from tandem.storage.cache import replacing
 
 # The default paths of formats that are named after a published dataset.
 PUBLISHED_SETS = {
@@ -233,6 +236,17 @@ def with_set_keys(message: str, split: str) -> str:
     else:
         keys = "data.validation" if name == "default" else f"data.val_data_paths.{name}"
     return message.replace("data.train.", f"{keys}.")
+
+
+def write_rejects(read: Mapping[str, TokenStore], path: Path) -> None:
+    """Write every row that was left out of a set to one file, with its place and the reason."""
+    with replacing(path) as out:
+        for split, store in read.items():
+            with (store.folder / "rejects.jsonl").open(encoding="utf-8") as rejects:
+                for line in rejects:
+                    reject = json.loads(line)
+                    reject["message"] = with_set_keys(reject["message"], split)
+                    out.write(json.dumps({"split": split, **reject}) + "\n")
 
 
 def _with_path(given: DatasetFields, split: str) -> DatasetFields:

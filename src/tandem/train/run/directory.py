@@ -24,6 +24,7 @@ from tandem.terminal.commands import override, tandem_command
 # The files that a run writes in its directory, except checkpoints.
 FILES = (
     *("config.yaml", "lock", "metrics.jsonl", "rejects.jsonl", "references.json", "trackers.json", "verdicts.json"),
+    *("setup.json", "pairs.json", "report.html"),
     *("logs/gpu.jsonl", "logs/mlflow.db", "logs/trackers.log", "samples/step_*.jsonl"),
 )
 FOLDERS = ("checkpoints", "exports", "logs", "model", "samples")
@@ -98,7 +99,7 @@ def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
     numbers = _numbers(parent, stem)
     now = _config_now(loaded)
     for run in () if fresh else (parent / f"{stem}-{number}" for number in numbers):
-        if not is_finished(run) and _stored_config(run) == now:
+        if not is_finished(run) and stored_config(run) == now:
             refuse_links(run)
             refuse_other_than_export(run)
             return run
@@ -123,7 +124,7 @@ def earlier_run(run: Path, loaded: LoadedConfig) -> tuple[str, str] | None:
         return None
     stem, _, number = run.name.rpartition("-")
     earlier = run.with_name(f"{stem}-{int(number) - 1}") if _is_number(number) else run
-    stored = _stored_config(earlier) if earlier != run else None
+    stored = stored_config(earlier) if earlier != run else None
     if stored is None or _differences(stored, loaded):
         return None
     old, new = flatten(stored), flatten(_config_now(loaded))
@@ -197,7 +198,7 @@ def refuse_other_config(run: Path, loaded: LoadedConfig) -> None:
 
     The message lists the differences.
     """
-    stored = _stored_config(run)
+    stored = stored_config(run)
     if stored is None:
         raise CheckpointError(
             f"{run}/config.yaml is damaged: it cannot be read as a configuration. Restore it from a checkpoint of the run, which "
@@ -270,7 +271,7 @@ def may_be_extended(run: Path, loaded: LoadedConfig) -> bool:
 
     It may do so if one of these keys has changed: dpo.max_num_steps, dpo.max_num_epochs, dpo.early_stopping_patience.
     """
-    old, new = flatten(_stored_config(run) or {}), flatten(_config_now(loaded))
+    old, new = flatten(stored_config(run) or {}), flatten(_config_now(loaded))
     return any(old.get(key) != new.get(key) for key in (*LENGTH_KEYS, "dpo.early_stopping_patience"))
 
 
@@ -307,7 +308,8 @@ def _read_lock(lock: IO[str]) -> str:
     return os.pread(lock.fileno(), 64, 0).decode("ascii", "replace").strip()
 
 
-def _stored_config(run: Path) -> dict[str, Any] | None:
+def stored_config(run: Path) -> dict[str, Any] | None:
+    """Return the configuration in a run's config.yaml, with defaults for keys that it does not have; None if it is damaged."""
     try:
         stored = yaml.safe_load(read_yaml_text(run / "config.yaml"))
     except (OSError, ValueError, yaml.YAMLError, YamlLimitError):

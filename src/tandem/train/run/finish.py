@@ -46,6 +46,7 @@ def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, pe
     if (stop := restore_best(t)) is not None:
         verdicts = [stop.verdict, *_verdicts_on_export(verdicts, t, stop.exported_step)]
         after = [validate(t.policy, one, t.stopping.check) for one in t.validation_sets]
+        t.show_on_page(after)
     text = json.dumps([asdict(one) for one in verdicts], indent=2)
     t.ranks.run_or_stop_all(lambda: write_atomically(t.run / "verdicts.json", text, "verdicts"), on=t.ranks.is_first)
     if per_pair is not None:
@@ -62,6 +63,7 @@ def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, pe
     t.reporter.say("\nVerdict")
     for verdict in verdicts:
         t.reporter.say(f"  {verdict.split}: {verdict.text}")
+    t.page.finish()
     _report_results(t, model, form, per_pair, stop)
     _suggest_better_checkpoint(t, loaded)
     # If training made the model worse, no next command is suggested: the verdict says what to change.
@@ -139,6 +141,8 @@ def _report_results(
     )
     of_step = f"step {t.progress.step}{best if stop else ''}"
     t.reporter.say(f"  {model}  the aligned {form.what} ({form.dtype_name}), {form.layout}: {of_step}")
+    if config.logger.report:
+        t.reporter.say(f"  {t.run}/report.html  curves, pairs and settings, to open in a browser")
     t.reporter.say(f"  {t.run}/metrics.jsonl  every step and validation")
     if per_pair is not None:
         t.reporter.say(f"  {per_pair}  every pair, those the model disagrees with most first")

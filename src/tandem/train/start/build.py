@@ -21,6 +21,8 @@ from tandem.model.reference import (
     Reference,
 )
 from tandem.packing.layout import join
+from tandem.page.live import RunPage
+from tandem.page.pairs import Measured
 from tandem.report.reporter import MetricsFile, NoMetricsFile, Reporter
 from tandem.report.trackers.tracking import Tracking, start_tracking
 from tandem.storage.ownership import remove_abandoned
@@ -36,6 +38,7 @@ from tandem.train.checkpoint.checkpoints import (
 from tandem.train.checkpoint.host_copy import HostCopier
 from tandem.train.checkpoint.ranking import Ranking
 from tandem.train.memory import Forecast, forecast, refuse_forecast_overflow
+from tandem.train.metrics import TIE_BAND
 from tandem.train.optimizer import make_optimizer, make_scheduler
 from tandem.train.run.directory import is_finished, values_from_environment
 from tandem.train.run.extension import begin_extension
@@ -69,6 +72,7 @@ class Training:
     tracking: Tracking
     expected: Forecast | None  # of GPU memory; None on a CPU
     samples: Samples | None
+    page: RunPage
 
     @property
     def ranks(self) -> Ranks:
@@ -87,7 +91,18 @@ class Training:
         if self.samples is not None:
             self.show_samples(self.samples)
         self.progress = replace(self.progress, owes_validation=False)
+        self.show_on_page(reports)
         return reports
+
+    def show_on_page(self, reports: list[ValidationReport]) -> None:
+        """Pass the pairs of a validation to the page, and refresh it."""
+        for one, report in zip(self.validation_sets, reports, strict=True):
+            if report.table is not None:
+                rounding = report.table.rounding(TIE_BAND[one.context.precision])
+                self.page.note(
+                    one.split, Measured(self.progress.step, one.data, report.table, one.packer.store, rounding)
+                )
+        self.page.refresh()
 
     def show_samples(self, samples: Samples) -> None:
         """Generate the policy's answers, print them below the reference's, and store all answers in samples/step_N.jsonl."""
@@ -123,6 +138,7 @@ class Training:
         )
         self.saver.start(self.saved_tensors(), self.progress, self.fingerprints, self.config, ranked=ranked)
         self.reporter.detail(f"saving step {self.progress.step}")
+        self.page.refresh()
 
     def saved_tensors(self) -> dict[str, Any]:
         """Return the tensors that a checkpoint contains."""
@@ -191,10 +207,15 @@ def build(
         tracking=_tracking(setup, run, config, progress, metrics=metrics, reporter=reporter),
         expected=loaded.expected,
         samples=loaded.samples,
+        page=RunPage(run, setup.template.tokenizer, reporter.warn, enabled=writes_page(setup, ranks)),
     )
     if checkpointing.enabled:
         training.saver.reserve(training.saved_tensors())
     return training
+
+
+def writes_page(setup: Setup, ranks: Ranks) -> bool:
+    return ranks.is_first and setup.config.logger.report
 
 
 def _load(setup: Setup, run: Path, ranks: Ranks, reporter: Reporter, check: Callable[[], None]) -> Loaded:

@@ -1,0 +1,40 @@
+"""`tandem report`: writes the page of a run, or a comparison of several runs."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from tandem.cli.app import app, expand_home_callback, with_bar
+
+
+@app.command()
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Directories of runs.")],
+    out: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            callback=expand_home_callback,
+            help="Write the page to FILE. Default: RUN/report.html, or comparison.html for several runs.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Also print the runs as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")] = False,
+) -> None:
+    """Write a page on a run, or compare several runs.
+
+    It shows curves, verdicts, pairs, packing, data and settings, in one file that needs no network.
+    """
+    from tandem.page.listing import as_json as run_as_json
+    from tandem.page.write import write_report
+    from tandem.report.reporter import Reporter
+
+    written = write_report(runs, out, with_bar("Reading runs", Reporter("quiet" if quiet or as_json else "normal")))
+    if as_json:
+        best = None if written.best is None else str(written.best.path)
+        content = {"page": str(written.page), "runs": [run_as_json(run) for run in written.runs], "best": best}
+        print(json.dumps(content, ensure_ascii=False, indent=1))
+    elif not quiet:
+        best = f" Best accuracy: {written.best.name}." if written.best is not None else ""
+        print(f"{written.page} is written: open it in a browser.{best}")

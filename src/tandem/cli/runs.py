@@ -1,0 +1,37 @@
+"""`tandem runs`: lists runs with their results and the settings in which they differ."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from tandem.cli.app import app, expand_home_callback, with_bar
+
+
+@app.command("runs")
+def show_runs(
+    folder: Annotated[
+        str, typer.Argument(metavar="FOLDER", callback=expand_home_callback, help="The folder that holds the runs.")
+    ] = "runs",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the table.")] = False,
+) -> None:
+    """List runs with their results and changed settings."""
+    from tandem.page.listing import COLUMNS, changed_keys, list_row
+    from tandem.page.listing import as_json as run_as_json
+    from tandem.report.reporter import Reporter
+    from tandem.runs import list_runs
+
+    reporter = Reporter("quiet" if as_json or quiet else "normal")
+    runs = list_runs(folder, with_bar("Reading runs", reporter))
+    if as_json:
+        print(json.dumps([run_as_json(run) for run in runs], ensure_ascii=False, indent=1))
+        return
+    table = Reporter("normal")
+    if not runs:
+        table.say(f"{folder}: no runs. `tandem train` starts one.")
+        return
+    table.table(COLUMNS, [list_row(run) for run in runs])
+    reporter.say("\nChanged settings" if len(runs) == 1 else "\nSettings in which they differ")
+    for run, keys in zip(runs, changed_keys(runs), strict=True):
+        reporter.say(f"  {run.name}: {', '.join(keys) or 'none'}", hang=4)

@@ -1,0 +1,118 @@
+"""The page that compares several runs: their results, the settings in which they differ, and their curves together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.page.curves import NUM_COLOURS, comparison_charts
+from tandem.page.document import callout, document, empty, figure, footer, header, section
+from tandem.page.html import Markup, duration, joined, number, percent, table, tag
+from tandem.page.sections import final_record, shown
+from tandem.runs import Interval, Record, Run, accuracy_of, number_in
+from tandem.train.checkpoint.ranking import measured_on
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The run with the highest accuracy, and whether another run's interval reaches it."""
+
+    run: Run
+    accuracy: Interval
+    is_clear: bool
+
+
+def best_of(runs: Sequence[Run]) -> Best | None:
+    """The best run by accuracy on its first validation set; None unless all measured runs used the same pairs.
+
+    Accuracy, because losses of different betas or loss functions have different scales. Of equal ones the larger margin wins.
+    """
+    measured = [(run, record) for run in runs if (record := _validated(run)) is not None]
+    if len(measured) < 2 or len({measured_on(record) for _, record in measured}) > 1:
+        return None
+    known = [(run, record, interval) for run, record in measured if (interval := accuracy_of(record)) is not None]
+    if len(known) < 2:
+        return None
+    ordered = sorted(
+        known, key=lambda one: (one[2].share, number_in(one[1], "rewards_margin_mean") or 0.0), reverse=True
+    )
+    run, _, accuracy = ordered[0]
+    return Best(run, accuracy, is_clear=all(other.high < accuracy.low for _, _, other in ordered[1:]))
+
+
+def _validated(run: Run) -> Record | None:
+    found = final_record(run)
+    return found[2] if found is not None and run.results else None
+
+
+def differing_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """The keys in which the runs differ, with the value of each run: changed by the user in at least one of them."""
+    keys = dict.fromkeys(key for run in runs for key in run.changed)
+    values = {key: [run.config.get(key) for run in runs] for key in keys}
+    return {key: found for key, found in values.items() if any(one != found[0] for one in found[1:])}
+
+
+def comparison(runs: Sequence[Run]) -> str:
+    """The complete page."""
+    charts, best = comparison_charts(runs), best_of(runs)
+    links = [("results", "Results"), ("differences", "Settings"), ("curves", "Curves")]
+    title = f"{len(runs)} runs"
+    top = joined(["best: ", tag("strong", best.run.name), f" {percent(best.accuracy.share)}"]) if best else Markup("")
+    body = joined(
+        [
+            header(title, top, links),
+            tag("main", _results(runs, best), _differences(runs), _curves(charts), footer()),
+        ]
+    )
+    return document(f"tandem: {title}", body, {"charts": charts})
+
+
+def _results(runs: Sequence[Run], best: Best | None) -> Markup:
+    heads = ["run", "accuracy", "95 % interval", "loss", "margin", "distance", "steps", "time", "status"]
+    rows = [_row(i, run, best) for i, run in enumerate(runs)]
+    return section(
+        "results", "Results", _verdict(runs, best), table(heads, rows, numeric=range(1, 8), class_="results")
+    )
+
+
+def _row(i: int, run: Run, best: Best | None) -> list[object]:
+    found = final_record(run)
+    record: Record = found[2] if found else {}
+    interval = accuracy_of(record)
+    mark = tag("span", "best", class_="badge good") if best is not None and run is best.run else None
+    name = joined([tag("span", class_=f"key c{i % NUM_COLOURS}"), tag("span", run.name, title=run.path), " ", mark])
+    return [
+        name,
+        "–" if interval is None else percent(interval.share),
+        "–" if interval is None else f"{percent(interval.low)} to {percent(interval.high)}",
+        *(number(number_in(record, key)) for key in ("loss", "rewards_margin_mean", "kl_per_token")),
+        f"{run.step:,}",
+        duration(run.seconds),
+        run.status,
+    ]
+
+
+def _verdict(runs: Sequence[Run], best: Best | None) -> Markup:
+    if best is None:
+        why = (
+            "The runs were not validated on the same pairs"
+            if any(run.results for run in runs)
+            else "No run was validated"
+        )
+        return callout("info", "No run is marked as the best.", f"{why}, so their results cannot be compared.")
+    found = f"{best.run.name}: {percent(best.accuracy.share)} ({percent(best.accuracy.low)} to {percent(best.accuracy.high)})."
+    if best.is_clear:
+        return callout("good", "Best accuracy:", f"{found} The intervals of all other runs are below it.")
+    why = "Its interval overlaps with that of another run: the difference may be chance. Validate on more pairs to be sure."
+    return callout("info", "Best accuracy:", f"{found} {why}")
+
+
+def _differences(runs: Sequence[Run]) -> Markup:
+    differing = differing_keys(runs)
+    rows = [[tag("code", key), *(shown(value) for value in values)] for key, values in differing.items()]
+    inside = table(["key", *(run.name for run in runs)], rows) if rows else empty("The runs have the same settings.")
+    return section("differences", "Settings that differ", inside)
+
+
+def _curves(charts: Sequence[dict[str, Any]]) -> Markup:
+    figures = [figure(chart) for chart in charts]
+    return section("curves", "Curves", tag("div", *figures, class_="grid") if figures else empty("No run has steps."))

@@ -1,0 +1,71 @@
+"""Describes runs for a list: as rows of a table, and as JSON."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tandem.page.comparison import differing_keys
+from tandem.page.html import number, percent
+from tandem.page.sections import final_record, shown
+from tandem.runs import Run, accuracy_of, number_in
+
+COLUMNS = ["run", "status", "steps", "accuracy", "95 % interval", "loss", "margin"]
+METRICS = ("loss", "accuracy", "rewards_margin_mean", "rewards_chosen_mean", "rewards_rejected_mean", "kl_per_token")
+
+
+def list_row(run: Run) -> list[str]:
+    """The cells of COLUMNS. The result is that of the exported model, the last validation, or the last step."""
+    found = final_record(run)
+    record = found[2] if found else {}
+    interval = accuracy_of(record)
+    return [
+        run.name,
+        run.status,
+        f"{run.step:,}" if run.num_steps in (None, run.step) else f"{run.step:,}/{run.num_steps:,}",
+        "-" if interval is None else percent(interval.share),
+        "-" if interval is None else f"{percent(interval.low)} to {percent(interval.high)}",
+        *(
+            number(number_in(record, name)).replace("−", "-").replace("–", "-")
+            for name in ("loss", "rewards_margin_mean")
+        ),
+    ]
+
+
+def changed_keys(runs: Sequence[Run]) -> list[list[str]]:
+    """Of a single run, its changed keys as key=value; of several, the keys in which they differ."""
+    keys = differing_keys(runs) if len(runs) > 1 else runs[0].changed
+    return [[f"{key}={shown(run.config.get(key))}" for key in keys] for run in runs]
+
+
+def as_json(run: Run) -> dict[str, Any]:
+    """A run as JSON, for programs."""
+    return {
+        "path": str(run.path),
+        "name": run.name,
+        "status": run.status,
+        "step": run.step,
+        "num_steps": run.num_steps,
+        "seconds": run.seconds,
+        "changed": {key: value for key, (value, _) in run.changed.items()},
+        "validation": {result.split: _measured(result.before, result.last, result.best) for result in run.results},
+        "exported": {split: _numbers(record) for split, record in run.exported.items()},
+        "verdicts": [{"name": one.name, "split": one.split, "text": one.text} for one in run.verdicts],
+        "checkpoints": list(run.checkpoints),
+        "best": run.best,
+        "latest": run.latest,
+        "model": None if run.model is None else str(run.model),
+        "problems": list(run.problems),
+    }
+
+
+def _measured(before: dict[str, Any] | None, last: dict[str, Any], best: dict[str, Any]) -> dict[str, Any]:
+    interval = accuracy_of(last)
+    return {
+        "before": None if before is None else _numbers(before),
+        "last": _numbers(last),
+        "accuracy_interval": None if interval is None else [interval.low, interval.high],
+        "best_step": best["step"],
+    }
+
+
+def _numbers(record: dict[str, Any]) -> dict[str, float | None]:
+    return {"step": record["step"], **{name: number_in(record, name) for name in METRICS}}

@@ -1,0 +1,107 @@
+"""Writes the page of a run, or the comparison of several, as one HTML file."""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.errors import ConfigError
+from tandem.page.comparison import best_of, comparison
+from tandem.page.curves import run_charts
+from tandem.page.data_sections import answers, data, length_charts, pack_chart, packing, pair_charts, pairs
+from tandem.page.document import GENERATOR, document, footer, header
+from tandem.page.html import joined, tag
+from tandem.page.sections import curves, headline, settings, summary, verdicts_of
+from tandem.runs import Run, open_run
+from tandem.storage.cache import replacing
+
+SECTIONS = {
+    "summary": "Summary",
+    "curves": "Curves",
+    "pairs": "Pairs",
+    "answers": "Answers",
+    "packing": "Packing",
+    "data": "Data",
+    "settings": "Settings",
+}
+MAX_RUNS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A page that was written, and the runs on it."""
+
+    page: Path
+    runs: tuple[Run, ...]
+    best: Run | None  # of several runs, the one with the highest accuracy on the same pairs
+
+
+def write_report(
+    runs: Sequence[str | Path], out: str | Path | None = None, each: Callable[[list[Path]], Iterable[Path]] = iter
+) -> Report:
+    """Read runs and write their page: RUN/report.html for one, comparison.html in the working directory for several.
+
+    out: another file. A file that is not a page of tandem is never replaced. each: goes through the runs, for a progress bar.
+    """
+    if not 0 < len(runs) <= MAX_RUNS:
+        raise ConfigError(f"{len(runs)} runs: a page shows 1 to {MAX_RUNS}. Name fewer runs.")
+    found = tuple(open_run(path) for path in each([Path(run) for run in runs]))
+    default = found[0].path / "report.html" if len(found) == 1 else Path("comparison.html")
+    page = default if out is None else Path(out)
+    check_page(page)
+    try:
+        write_page(found, page)
+    except OSError as error:
+        raise ConfigError(f"{page}: cannot be written ({error.strerror}). Choose another file with --out.") from None
+    best = best_of(found) if len(found) > 1 else None
+    return Report(page=page, runs=found, best=None if best is None else best.run)
+
+
+def check_page(page: Path) -> None:
+    """Refuse to write to a place that holds something else than an earlier page."""
+    if page.is_dir():
+        raise ConfigError(f"{page}: a directory. Give the name of a file with --out.")
+    if not page.parent.is_dir() or not os.access(page.parent, os.W_OK):
+        raise ConfigError(f"{page}: {page.parent} is not a writable directory. Choose another file with --out.")
+    if os.path.lexists(page) and not is_page(page):
+        raise ConfigError(f"{page}: exists and is not a page of tandem, so it is kept. Choose another file with --out.")
+
+
+def is_page(path: Path) -> bool:
+    """Whether a file is a page that tandem wrote. A link is not."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return f'content="{GENERATOR} '.encode() in file.read(400)
+
+
+def write_page(runs: Sequence[Run], page: Path) -> None:
+    """Replace the page in one rename, so that a reader never sees half of it."""
+    content = run_page(runs[0]) if len(runs) == 1 else comparison(runs)
+    with replacing(page, binary=True) as file:
+        file.write(content.encode("utf-8", "replace"))
+
+
+def run_page(run: Run, *, live: bool = False) -> str:
+    """The complete page of one run. live: it is served by `tandem watch`, and follows the run."""
+    over_steps, of_pairs = run_charts(run), pair_charts(run)
+    pack, lengths = [*pack_chart(run), *(one for one in over_steps if one["id"] == "fill")], length_charts(run)
+    verdicts = verdicts_of(run)
+    everything = [*over_steps, *of_pairs, *pack_chart(run), *lengths]
+    body = joined(
+        [
+            header(run.name, headline(run), list(SECTIONS.items()), run.status),
+            tag(
+                "main",
+                summary(run, everything, verdicts),
+                curves(run, over_steps, verdicts),
+                pairs(run, of_pairs, verdicts),
+                answers(run),
+                packing(run, pack),
+                data(run, lengths),
+                settings(run),
+                footer(),
+            ),
+        ]
+    )
+    return document(f"{run.name} · tandem", body, {"charts": everything}, live=live)

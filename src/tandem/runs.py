@@ -1,0 +1,394 @@
+"""Reads the directory of a run, also one that is still being written, damaged, or from a stranger. Never writes to it.
+
+Files are opened without following links and only if they are plain files; sizes are limited. Whatever cannot be read is left
+out and listed in `Run.problems`.
+"""
+
+import errno
+import fcntl
+import json
+import math
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from tandem.config.schema import Config
+from tandem.config.validation import flatten
+from tandem.errors import CheckpointError, ConfigError
+from tandem.storage.cache import is_checkpoint, is_export
+from tandem.storage.ownership import step_in
+from tandem.train.checkpoint.ranking import Record, measured_on, records_in
+from tandem.train.run.directory import stored_config, why_not_a_run
+
+Status = Literal["finished", "running", "stopped"]
+T = TypeVar("T")
+
+MIB = 1024 * 1024
+MAX_METRICS_BYTES = 256 * MIB  # about 200,000 steps
+MAX_JSON_BYTES = 32 * MIB
+MAX_SAMPLE_BYTES = 4 * MIB  # of one file
+MAX_SAMPLE_FILES = 1000
+MAX_REJECT_BYTES = 64 * MIB
+MAX_ENTRIES = 10_000  # of a folder
+# Keys that only say where a run is; every run has other values.
+PLACES = ("run.dir", "run.name", "config_version")
+MAX_NUMBER = 1e300  # a larger number, or one that is not finite, is damaged
+NORMAL_95 = 1.959964  # standard errors of a 95 % interval
+
+
+@dataclass(frozen=True, slots=True)
+class StoredVerdict:
+    """A verdict as verdicts.json holds it."""
+
+    name: str
+    split: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A share of pairs and its 95 % confidence interval (Wilson)."""
+
+    share: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The validation of one set: before training if it was measured then, and the last one."""
+
+    split: str
+    before: Record | None
+    last: Record
+    best: Record  # lowest loss after at least one step; the last one if there is no other
+
+    @property
+    def accuracy(self) -> Interval | None:
+        return accuracy_of(self.last)
+
+    @property
+    def accuracy_before(self) -> float | None:
+        return None if self.before is None else number_in(self.before, "accuracy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The contents of a run's directory, as far as they can be read."""
+
+    path: Path
+    status: Status
+    config: Mapping[str, Any]  # every key and its value
+    changed: Mapping[str, tuple[Any, Any]]  # keys whose value is not the default: (value, default)
+    steps: Sequence[Record]  # the training steps of metrics.jsonl, in order
+    validations: Mapping[str, Sequence[Record]]  # by split
+    exported: Mapping[str, Record]  # the validations of the exported model, by split
+    verdicts: Sequence[StoredVerdict]  # empty until the run ends
+    samples: Mapping[int, Sequence[Mapping[str, str | None]]]  # answers to validation prompts, by step
+    checkpoints: Sequence[int]
+    best: int | None
+    latest: int | None
+    rejects: Mapping[tuple[str, str], int]  # (split, reason) -> skipped rows
+    setup: Mapping[str, Any]  # setup.json: data, settings, versions, a pack
+    pairs: Mapping[str, Any]  # pairs.json: the pairs of the newest validation
+    gpu: Sequence[Mapping[str, float]]  # logs/gpu.jsonl
+    problems: Sequence[str] = field(default=())  # what could not be read, in sentences
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def step(self) -> int:
+        """The newest step."""
+        return self.steps[-1]["step"] if self.steps else 0
+
+    @property
+    def num_steps(self) -> int | None:
+        """The last step of the run, if it is known."""
+        planned = self.setup.get("num_steps")
+        return planned if type(planned) is int and planned > 0 else None
+
+    @property
+    def model(self) -> Path | None:
+        return self.path / "model" if self.status == "finished" else None
+
+    @cached_property
+    def results(self) -> Sequence[Result]:
+        """The result on each validation set, those of the last measured pairs."""
+        return tuple(_result(split, records) for split, records in self.validations.items())
+
+    @property
+    def seconds(self) -> float:
+        """Time in training steps."""
+        return sum(number_in(record, "step_seconds") or 0.0 for record in self.steps)
+
+
+def open_run(path: str | Path) -> Run:
+    """Read a run. CheckpointError if the path is not a run's directory."""
+    folder = Path(path)
+    refuse_other_than_run(folder)
+    reader = _Reader(folder)
+    records = reader.metrics()
+    changed, config = reader.config()
+    validations: dict[str, list[Record]] = {}
+    for record in records:
+        if record["split"].startswith("validation-"):
+            validations.setdefault(record["split"], []).append(record)
+    return Run(
+        path=folder,
+        status=status_of(folder),
+        config=config,
+        changed=changed,
+        steps=[record for record in records if record["split"] == "train" and record["step"] > 0],
+        validations=validations,
+        exported={record["split"]: record for record in records if record["split"].startswith("exported-")},
+        verdicts=reader.verdicts(),
+        samples=reader.samples(),
+        checkpoints=reader.checkpoints(),
+        best=reader.link("best"),
+        latest=reader.link("latest"),
+        rejects=reader.rejects(),
+        setup=reader.mapping("setup.json"),
+        pairs=reader.mapping("pairs.json"),
+        gpu=reader.gpu(),
+        problems=tuple(reader.problems),
+    )
+
+
+def stored_pairs(folder: Path) -> Mapping[str, Any]:
+    """The content of pairs.json alone; empty if there is none."""
+    return _Reader(folder).mapping("pairs.json")
+
+
+def list_runs(folder: str | Path, each: Callable[[list[Path]], Iterable[Path]] = iter) -> list[Run]:
+    """Read every run in a folder, or the folder itself if it is one, in the order of their names: run-2 before run-10.
+
+    each: goes through the paths, for a progress bar.
+    """
+    place = Path(folder)
+    if not place.is_dir():
+        raise ConfigError(f"{place}: there is no such folder. Name the folder that holds the runs.")
+    found = [place] if _is_run(place) else [path for path in _entries(place) if _is_run(path)]
+    return [open_run(path) for path in each(sorted(found, key=lambda path: _natural(path.name)))]
+
+
+def refuse_other_than_run(folder: Path) -> None:
+    """Refuse a path that is not a run's directory, with a message that says what it is."""
+    if is_checkpoint(folder):
+        raise CheckpointError(f"{folder}: a checkpoint, not a run. Name its run: {folder.resolve().parent.parent}")
+    if not folder.exists():
+        raise CheckpointError(f"{folder}: there is no such directory. `tandem runs FOLDER` lists the runs in a folder.")
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: a file, not a run's directory.")
+    if not (folder / "config.yaml").is_file():
+        inside = (folder.resolve().parent / "config.yaml").is_file()
+        hint = f" Did you mean {folder.resolve().parent}?" if inside else ""
+        raise CheckpointError(f"{folder}: {why_not_a_run(folder)}.{hint}")
+
+
+def status_of(folder: Path) -> Status:
+    """Whether a run has exported its model, or a process holds its lock, or neither."""
+    if is_export(folder / "model"):
+        return "finished"
+    try:
+        descriptor = os.open(folder / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return "stopped"
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return "running" if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else "stopped"
+    finally:
+        os.close(descriptor)
+    return "stopped"
+
+
+def accuracy_of(record: Record) -> Interval | None:
+    """The accuracy of a record with its interval; None if the record has none."""
+    share, num_pairs = number_in(record, "accuracy"), number_in(record, "num_pairs")
+    return None if share is None or not num_pairs else wilson(share, num_pairs)
+
+
+def wilson(share: float, num: float) -> Interval:
+    """The 95 % interval of a share of `num` pairs: 0.9 of 10 -> 0.596 to 0.982. Ties count one half."""
+    share = min(max(share, 0.0), 1.0)
+    square = NORMAL_95**2
+    middle = (share + square / (2 * num)) / (1 + square / num)
+    half = NORMAL_95 / (1 + square / num) * math.sqrt(share * (1 - share) / num + square / (4 * num * num))
+    # At 0 and 1 the interval ends there, but for rounding.
+    low, high = 0.0 if share == 0 else middle - half, 1.0 if share == 1 else middle + half
+    return Interval(share, max(0.0, low), min(1.0, high))
+
+
+def number_in(record: Mapping[str, Any], name: str) -> float | None:
+    """A finite number of a record, or None."""
+    value = record.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < MAX_NUMBER:
+        return None
+    return float(value)
+
+
+def _result(split: str, records: Sequence[Record]) -> Result:
+    last = records[-1]
+    same = [record for record in records if measured_on(record) == measured_on(last)]
+    before = same[0] if same[0]["step"] == 0 and len(same) > 1 else None
+    trained = [record for record in same if record["step"] > 0 and number_in(record, "loss") is not None]
+    best = min(trained, key=lambda record: record["loss"], default=last)
+    return Result(split=split, before=before, last=last, best=best)
+
+
+def _is_run(path: Path) -> bool:
+    return not path.name.startswith(".") and path.is_dir() and (path / "config.yaml").is_file()
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """A sort key in which run-2 comes before run-10."""
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d{1,18})", name) if part]
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(islice(folder.iterdir(), MAX_ENTRIES))
+    except OSError:
+        return []
+
+
+class _Reader:
+    """Reads the files of one run, and notes what it could not read."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self.problems: list[str] = []
+
+    def config(self) -> tuple[dict[str, tuple[Any, Any]], dict[str, Any]]:
+        """The changed keys, and all keys."""
+        stored = None if self._bytes("config.yaml", MAX_JSON_BYTES) is None else stored_config(self._folder)
+        if stored is None:
+            self.problems.append("config.yaml is damaged, so no settings are shown.")
+            return {}, {}
+        config, defaults = flatten(stored), flatten(Config().model_dump())
+        changed = {
+            key: (value, defaults.get(key))
+            for key, value in config.items()
+            if key not in PLACES and value != defaults.get(key)
+        }
+        return changed, config
+
+    def metrics(self) -> list[Record]:
+        return self._records("metrics.jsonl", records_in)
+
+    def gpu(self) -> list[dict[str, float]]:
+        return self._records("logs/gpu.jsonl", lambda content: [_numbers(line) for line in content.splitlines()])
+
+    def verdicts(self) -> list[StoredVerdict]:
+        found = self._json("verdicts.json")
+        texts = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+        return [
+            StoredVerdict(name=one["name"], split=one["split"], text=one["text"])
+            for one in texts
+            if all(isinstance(one.get(part), str) for part in ("name", "split", "text"))
+        ]
+
+    def samples(self) -> dict[int, list[dict[str, str | None]]]:
+        """The answers of the first and the last validation, which are the ones compared."""
+        folder = self._folder / "samples"
+        if folder.is_symlink():
+            return {}
+        steps = [step_in(path.stem) for path in _entries(folder) if path.suffix == ".jsonl"]
+        ordered = sorted(step for step in steps if step is not None)[:MAX_SAMPLE_FILES]
+        found = {step: self._samples(step) for step in dict.fromkeys([*ordered[:1], *ordered[-1:]])}
+        return {step: answers for step, answers in found.items() if answers}
+
+    def _samples(self, step: int) -> list[dict[str, str | None]]:
+        content = self._bytes(f"samples/step_{step}.jsonl", MAX_SAMPLE_BYTES) or b""
+        lines = (_parsed(line) for line in content.splitlines())
+        names = ("place", "prompt", "policy", "reference")
+        return [
+            {name: text if isinstance(text := line.get(name), str) else None for name in names}
+            for line in lines
+            if isinstance(line, dict) and isinstance(line.get("policy"), str)
+        ]
+
+    def checkpoints(self) -> list[int]:
+        steps = [step_in(path.name) for path in _entries(self._folder / "checkpoints") if path.is_dir()]
+        return sorted(step for step in steps if step is not None)
+
+    def link(self, name: str) -> int | None:
+        try:
+            return step_in(str((self._folder / "checkpoints" / name).readlink()))
+        except OSError:
+            return None
+
+    def rejects(self) -> dict[tuple[str, str], int]:
+        content = self._bytes("rejects.jsonl", MAX_REJECT_BYTES) or b""
+        lines = (_parsed(line) for line in content.splitlines())
+        return dict(
+            Counter((str(line.get("split")), str(line.get("reason"))) for line in lines if isinstance(line, dict))
+        )
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        found = self._json(name)
+        return found if isinstance(found, dict) else {}
+
+    def _json(self, name: str) -> Any:
+        content = self._bytes(name, MAX_JSON_BYTES)
+        if content is None:
+            return None
+        if (found := _parsed(content)) is None:
+            self.problems.append(f"{name} is damaged.")
+        return found
+
+    def _records(self, name: str, parse: Callable[[bytes], list[T | None]]) -> list[T]:
+        """The intact records. A last line without its end is still being written, so it is no problem."""
+        content = self._bytes(name, MAX_METRICS_BYTES, cut=True) or b""
+        complete = content[: content.rfind(b"\n") + 1]
+        records = parse(complete)
+        if damaged := sum(record is None for record in records):
+            lines = "1 line is" if damaged == 1 else f"{damaged:,} lines are"
+            self.problems.append(f"{name}: {lines} damaged and left out.")
+        return [record for record in records if record is not None]
+
+    def _bytes(self, name: str, limit: int, *, cut: bool = False) -> bytes | None:
+        """The content of a file; None if it is missing or refused. cut: of a longer file, its first `limit` bytes."""
+        try:
+            descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            what = "a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
+            self.problems.append(f"{name} is not read: {what}.")
+            return None
+        with os.fdopen(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                self.problems.append(f"{name} is not read: not a plain file.")
+                return None
+            if found.st_size > limit:
+                what = f"only its first {limit:,} bytes are read" if cut else "it is not read"
+                self.problems.append(f"{name} has {found.st_size:,} bytes, over the limit of {limit:,}: {what}.")
+                if not cut:
+                    return None
+            return file.read(limit)
+
+
+def _parsed(content: bytes) -> Any:
+    """The JSON value, or None if there is none."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _numbers(line: bytes) -> dict[str, float] | None:
+    found = _parsed(line)
+    if not isinstance(found, dict):
+        return None
+    return {name: value for name in found if (value := number_in(found, name)) is not None}

@@ -1,0 +1,102 @@
+"""`tandem report`, `runs` and `watch` from the command line: output, exit codes, and no import of torch."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+from run_directories import make_run
+
+CODE = """
+import sys
+from tandem.cli.main import main
+try:
+    main()
+finally:
+    assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+
+
+def tandem(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", CODE, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120, check=False)
+
+
+def test_one_run(tmp_path):
+    run = make_run(tmp_path / "run")
+    done = tandem("report", run)
+    assert (done.returncode, done.stdout, done.stderr) == (
+        0,
+        f"{run}/report.html is written: open it in a browser.\n",
+        "",
+    )
+    assert tandem("report", run, "-q").stdout == ""
+
+
+def test_several_runs_as_json(tmp_path):
+    runs = [make_run(tmp_path / name, accuracy=accuracy) for name, accuracy in (("a", 0.6), ("b", 0.9))]
+    done = tandem("report", *runs, "--json", cwd=tmp_path)
+    found = json.loads(done.stdout)
+    assert (found["page"], found["best"]) == ("comparison.html", str(runs[1]))
+    assert [run["validation"]["validation-default"]["last"]["accuracy"] for run in found["runs"]] == [0.6, 0.9]
+    assert found["runs"][0]["changed"] == {"dpo.val_period": 5}
+    assert (tmp_path / "comparison.html").is_file()
+
+
+def test_what_is_not_a_run_is_refused(tmp_path):
+    done = tandem("report", tmp_path / "none")
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr == (
+        f"tandem: error: {tmp_path}/none: there is no such directory. `tandem runs FOLDER` lists the runs in a folder.\n"
+    )
+    make_run(tmp_path / "run")
+    (tmp_path / "notes.html").write_text("mine")
+    done = tandem("report", tmp_path / "run", "--out", tmp_path / "notes.html")
+    assert (done.returncode, (tmp_path / "notes.html").read_text()) == (2, "mine")
+
+
+def test_a_list_of_runs(tmp_path):
+    for number, beta in ((1, 0.1), (2, 0.3)):
+        config = f"dpo:\n  reference_policy_kl_penalty: {beta}\n"
+        make_run(tmp_path / f"runs/beta-{number}", config=config, finished=number == 1)
+    done = tandem("runs", cwd=tmp_path)
+    assert done.stderr == ""
+    assert done.stdout == (
+        "run     status    steps  accuracy     95 % interval    loss  margin\n"
+        "beta-1  finished     10    90.0 %  82.6 % to 94.5 %  0.6500  0.3000\n"
+        "beta-2  stopped      10    90.0 %  82.6 % to 94.5 %  0.6500  0.3000\n"
+        "\n"
+        "Settings in which they differ\n"
+        "  beta-1: dpo.reference_policy_kl_penalty=0.1\n"
+        "  beta-2: dpo.reference_policy_kl_penalty=0.3\n"
+    )
+    assert [run["name"] for run in json.loads(tandem("runs", "--json", cwd=tmp_path).stdout)] == ["beta-1", "beta-2"]
+    (tmp_path / "empty").mkdir()
+    assert tandem("runs", tmp_path / "empty").stdout == f"{tmp_path}/empty: no runs. `tandem train` starts one.\n"
+    assert tandem("runs", tmp_path / "other").returncode == 2
+
+
+def test_hostile_names_are_escaped_on_the_terminal(tmp_path):
+    make_run(tmp_path / "runs/a\x1b[2Jb")
+    assert "a\\x1b[2Jb" in tandem("runs", cwd=tmp_path).stdout
+
+
+def test_watching_until_ctrl_c(tmp_path):
+    run = make_run(tmp_path / "run", finished=False)
+    command = [sys.executable, "-c", CODE, "watch", str(run)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        url = re.fullmatch(rf"Watching {run} at (http://127\.0\.0\.1:\d+/) until Ctrl-C\n", line)
+        assert url is not None, line
+        with urllib.request.urlopen(url[1], timeout=30) as answer:
+            assert b"data-live" in answer.read()
+    finally:
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (0, "")
