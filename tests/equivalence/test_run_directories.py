@@ -97,7 +97,7 @@ def test_an_unfinished_run_that_could_be_resumed_is_reported(here, capsys):
     assert str(run("logger.num_val_samples_to_print=1", "checkpointing.keep_top_k=2")) == "runs/tandem-2"
     assert (
         "warning: runs/tandem-1 is unfinished and differs only in checkpointing.keep_top_k=2, "
-        "logger.num_val_samples_to_print=1, which does not affect the trained model. To resume it: "
+        "logger.num_val_samples_to_print=1. A run may be resumed with such a change. To resume it: "
         + tandem_command(
             "train", "--resume", "runs/tandem-1", "checkpointing.keep_top_k=2", "logger.num_val_samples_to_print=1"
         )

@@ -229,7 +229,7 @@ def test_the_last_checkpoint_is_named_when_a_run_stops(tmp_path, monkeypatch, ca
     with signalled(monkeypatch, trainer, "train_step", 3, signal.SIGINT), pytest.raises(StoppedError):
         short_run(tmp_path / "run", *SETTINGS)
     out = " ".join(capsys.readouterr().out.split())
-    assert out.endswith(f"{tmp_path}/run/checkpoints/step_3 is kept; the same command resumes from it.")
+    assert out.endswith(f"{tmp_path}/run/checkpoints/step_3 is saved; the same command resumes from it.")
     assert "warning" not in out  # nothing is lost
 
 

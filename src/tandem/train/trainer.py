@@ -187,13 +187,17 @@ def _report_what_is_kept(folder: Path, checkpointing: Checkpointing, reporter: R
     """Print which checkpoint an interrupted run can resume from. Warn if the run cannot be resumed."""
     place = max(checkpoints(folder), key=step_of, default=None)
     if place is None:
-        reporter.warn("No checkpoint was saved." if not checkpointing.enabled else "No checkpoint was saved yet.")
+        reporter.warn(
+            "No checkpoint was saved."
+            if not checkpointing.enabled
+            else "No checkpoint was saved yet. The same command starts again at the first step."
+        )
     elif not checkpointing.save_optimizer:
         reporter.warn(
             f"{place} is kept, without optimizer states (checkpointing.save_optimizer=false), so no run can resume from it."
         )
     else:
-        reporter.end(f"{place} is kept; the same command resumes from it.")
+        reporter.end(f"{place} is saved; the same command resumes from it.")
 
 
 def _loop(t: Training) -> list[ValidationReport]:

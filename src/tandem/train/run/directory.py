@@ -133,7 +133,7 @@ def earlier_run(run: Path, loaded: LoadedConfig) -> tuple[str, str] | None:
     how = tandem_command("train", "--resume", str(earlier), *loaded.options, *changed)
     if not is_finished(earlier):
         return (
-            f"{earlier} is unfinished and differs only in {', '.join(changed)}, which does not affect the trained model. To "
+            f"{earlier} is unfinished and differs only in {', '.join(changed)}. A run may be resumed with such a change. To "
             "resume it:",
             how,
         )

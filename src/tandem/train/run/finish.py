@@ -147,7 +147,9 @@ def _report_results(
     if per_pair is not None:
         t.reporter.say(f"  {per_pair}  every pair, those the model disagrees with most first")
     if config.checkpointing.enabled and (tracked := t.setup.tracked):
-        t.reporter.say(f"  {t.saver.folder}/best  the best checkpoint by {tracked.split} {tracked.metric}")
+        best = min(map(step_of, checkpoints(t.saver.folder)), key=t.ranking.rank, default=None)
+        of_step = "" if best is None else f", step {best}"
+        t.reporter.say(f"  {t.saver.folder}/best  the best checkpoint by {tracked.split} {tracked.metric}{of_step}")
     elif config.checkpointing.enabled:
         t.reporter.say(f"  {t.saver.folder}/latest  the newest checkpoint")
 
