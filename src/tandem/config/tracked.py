@@ -7,7 +7,7 @@ from tandem.config.sections.dpo import Dpo
 from tandem.errors import ConfigError
 from tandem.terminal.printable import listed
 
-# Metrics that are recorded at every training step and every validation.
+# Metrics that may rank checkpoints: recorded at every training step and every validation, and comparable between them.
 METRICS = (
     "loss",
     "preference_loss",

@@ -47,7 +47,7 @@ def describe_choices(setup: Setup) -> list[tuple[str, str]]:
         ("model", _name_and_folder(config.policy.model_name, setup.source.folder)),
         ("text", "none (raw text)" if setup.template.source is None else "chat template"),
         *describe_sets(setup.plan.sets, config),
-        *columns_in_words(setup.plan.sets),
+        *columns_in_words(setup.plan.sets, setup.config.dpo.preference_loss),
         (
             "loss",
             f"({spelled(dpo.preference_loss)}) x {dpo.preference_loss_weight:g} + sft x {dpo.sft_loss_weight:g}"

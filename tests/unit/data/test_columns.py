@@ -299,6 +299,12 @@ def test_the_choices_mention_fields_that_are_not_used(source, tmp_path):
     )
 
 
+def test_the_choices_do_not_recommend_a_setting_that_the_loss_would_refuse(source):
+    write(source, row(margin=2), row("what", margin=1))
+    choices = dict(describe_choices(setup_of(f"data.train.data_path={source}", "dpo.preference_loss=ipo")))
+    assert choices["columns not used"] == "margin of train (not supported by ipo)"
+
+
 def shown(found) -> str:
     console = Console(record=True, width=100, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
     show(found, console, positions=False)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tandem.columns import COLUMNS
-from tandem.config.losses import needs_scores, spelled, unsupported_column
+from tandem.config.losses import ChosenLosses, needs_scores, spelled, unsupported_column
 from tandem.config.schema import Config
 from tandem.config.sections.datasets import Data, DatasetFields
 from tandem.config.sections.section import EMBEDDED
@@ -216,16 +216,23 @@ def _check_columns(split: str, store: TokenStore, config: Config) -> None:
             )
 
 
-def columns_in_words(sets: Sets) -> list[tuple[str, str]]:
+def columns_in_words(sets: Sets, losses: ChosenLosses) -> list[tuple[str, str]]:
     """Return lines (label, text) for a report: which optional columns are used, and which are in the data but not used."""
     used = [f"{', '.join(store.columns)} of {split}" for split, store in sets.read.items() if store.columns]
     unread = [
-        with_set_keys(f"{column} of {split} (data.train.{COLUMNS[column].key}={column} uses it)", split)
+        with_set_keys(f"{column} of {split} ({_how_to_use(column, losses)})", split)
         for split, store in sets.read.items()
         for column in unread_in(store.notes)
     ]
     rows = {"columns": "; ".join(used), "columns not used": "; ".join(unread)}
     return [(label, text) for label, text in rows.items() if text]
+
+
+def _how_to_use(column: str, losses: ChosenLosses) -> str:
+    """Return the setting that makes the losses use a column, or that they do not support it."""
+    if unsupported_column(losses, column) is not None:
+        return f"not supported by {spelled(losses)}"
+    return f"data.train.{COLUMNS[column].key}={column} uses it"
 
 
 def with_set_keys(message: str, split: str) -> str:
