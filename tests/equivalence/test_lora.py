@@ -449,6 +449,6 @@ def test_a_reference_with_a_different_tokenizer_is_refused(other, tmp_path):
     with pytest.raises(ConfigError) as refused:
         set_up_with(f"reference.model={mine}")
     assert str(refused.value) == (
-        f"reference.model = {mine}: token 1 is '<|sm_trait|>' in its tokenizer and '<|im_start|>' in the policy's, but both "
-        "models read the same tokens. Choose a reference with the same vocabulary."
+        f"reference.model = {mine}: token 1 is '<|sm_trait|>' in its tokenizer and '<|im_start|>' in the policy's, but "
+        "policy and reference must read the same tokens. Choose a reference with the same vocabulary."
     )

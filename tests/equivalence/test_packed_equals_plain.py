@@ -102,7 +102,7 @@ def test_any_preferences_in_any_arrangement_equal_each_sequence_alone(seed, comp
     preferences = [random_preference(rng, num_completions=n) for n in completions]
     model = tiny_model("mistral", seed=seed)
     weights = torch.randn(1000, generator=torch.Generator().manual_seed(seed))
-    pack = lay_out(range(len(preferences)), preferences, length=256, arrangement=arrangement)
+    pack = lay_out(range(len(preferences)), preferences, length=512, arrangement=arrangement)
     assert_same(packed(model, pack, weights, head_chunk=chunk), plain(model, preferences, weights))
 
 

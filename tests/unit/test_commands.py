@@ -127,7 +127,7 @@ def test_every_command_in_the_docs_is_accepted_by_the_command_line(command):
     if name.startswith("--"):
         return
     found = get_command(app).commands[name].make_context(name, arguments)  # pyright: ignore
-    given = found.params["overrides"] or []
+    given = found.params.get("overrides") or []
     model = [f"policy.model_name={found.params['model']}"] if found.params.get("model") else []
     load_config(None, [*given, *model])
 

@@ -88,7 +88,15 @@ def test_hostile_names_are_escaped_on_the_terminal(tmp_path):
 def test_watching_until_ctrl_c(tmp_path):
     run = make_run(tmp_path / "run", finished=False)
     command = [sys.executable, "-c", CODE, "watch", str(run)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    # Tests that run in the background of a shell inherit an ignored SIGINT.
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -148,7 +148,8 @@ class Feed:
             self._left.remove(name)
 
 
-TIMING = ("step_seconds", "loader_wait_seconds", "pairs_per_second", "tokens_per_second")
+# Values that differ between equal runs.
+TIMING = ("step_seconds", "loader_wait_seconds", "pairs_per_second", "tokens_per_second", "memory_gib")
 HARDWARE = "hardware"
 
 
