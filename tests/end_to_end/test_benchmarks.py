@@ -205,6 +205,7 @@ def test_packing_reads_a_file(bench, pairs):
     assert all(row["fill"] > 0.95 for row in found["rows"])
 
 
+@pytest.mark.slow
 def test_hand_written_parts(bench, tmp_path):
     sizes = ("--array-mb", 0.01, "--pickled-tokens", 5000, "--results", "results.jsonl")
     found = last_line(bench("hand_written_parts", "--parts", "plain_pickle", *sizes))["parts"][0]["found"]
