@@ -123,7 +123,7 @@ class PairResults:
         return self.groups({name: (low <= ratio) & (ratio < high) for name, (low, high) in LENGTH_BUCKETS.items()})
 
     def by_rank_distance(self) -> tuple[Group, ...]:
-        """Nothing where all pairs are one rank apart."""
+        """Return no groups if the ranks of every pair differ by one."""
         distance = self.rank_distance
         if distance.max() == 1:
             return ()

@@ -135,7 +135,7 @@ def _rounding_function(dtype: torch.dtype, rounding: str) -> Callable[[str, Tens
 
 
 def _full_tensors(policy: Policy) -> dict[str, Tensor]:
-    """Return every tensor of the model, unsharded and on the host. A tied weight is returned once, so all uses round alike."""
+    """Return every tensor of the model, unsharded and on the host. A tied weight is returned once, so it is rounded once."""
     tensors = dict([*policy.named_parameters(), *policy.named_buffers()])
     if all(parameter.is_floating_point() for parameter in policy.parameters()):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -1,4 +1,4 @@
-"""A conversation with one model, or with two that get the same turns: the loop behind `tandem chat`."""
+"""Runs the conversation of `tandem chat` with one model, or with two models that get the same turns."""
 
 import json
 import sys

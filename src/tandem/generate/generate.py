@@ -1,4 +1,4 @@
-"""Generates completions of prompts with one or two models: the function behind `tandem generate`."""
+"""Generates completions of prompts with one or two models, for `tandem generate`."""
 
 import time
 from collections import Counter
@@ -56,7 +56,7 @@ def generate(
 ) -> Generation:
     """Generate completions of every prompt, with the chat template of the model.
 
-    model: a model folder, a hub name, `embedded`, or a run directory, which stands for its exported model; with a server, the
+    model: a model folder, a hub name, `embedded`, or a run directory, which means its exported model; with a server, the
     name of a model there. compare: another model that gets the same prompts. prompts: a file (JSONL, CSV, Parquet, one per line
     in a .txt, or preference data), or a list of texts and lists of messages. out: a JSONL file to write; the same call
     continues one that is incomplete. progress: a function like `Reporter.progress`. write: receives the text of a single

@@ -51,7 +51,7 @@ class FoundModel:
 
 
 def find_target(option: str, name: str) -> Target:
-    """Resolve MODEL|RUN. A run stands for the model in its folder `model`, with the chat template that it trained with."""
+    """Resolve MODEL|RUN. A run means the model in its folder `model`, with the chat template that it trained with."""
     folder = Path(name)
     if name == EMBEDDED or not folder.exists():
         _refuse_missing_folder(option, name)

@@ -25,7 +25,7 @@ def main() -> None:
         answers.flush()
 
     try:
-        # Otherwise vLLM computes in a process of its own, and its seeds alone do not fix the result.
+        # Otherwise vLLM computes in a separate process, and its seeds alone do not fix the result.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         import vllm  # type: ignore[import-not-found]
 

@@ -39,7 +39,7 @@ REQUIRED_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """The properties of a model that training depends on, apart from its sizes."""
+    """The properties of a model that training depends on, except its sizes."""
 
     model_type: str  # of the text model
     auto_class: Any  # the auto class of transformers that builds, loads and exports the model
