@@ -30,7 +30,7 @@ from precision import split
 
 from tandem.config.load import load_config
 from tandem.errors import TandemError
-from tandem.train.start.setup import set_up
+from tandem.training.start.setup import set_up
 
 HERE = Path(__file__).parent
 PERIOD, PAIRS, EPOCHS, RATE, BETA, LONGEST = 20, 32, 2, 5e-6, 0.1, 1024

@@ -22,11 +22,11 @@ from options import options_of
 from versus_trl import ratio, run
 
 from tandem.embedded.files import TRAIN, VALIDATION
-from tandem.evaluate.measure import MeasuredSet, measure_model
-from tandem.evaluate.request import check_request
+from tandem.evaluation.measure import MeasuredSet, measure_model
+from tandem.evaluation.request import check_request
 from tandem.model.files.tiny import tiny_model
 from tandem.report.reporter import Reporter
-from tandem.train.metrics import above
+from tandem.training.metrics import above
 
 
 def write_pairs(path: Path, num: int, words: int) -> Path:

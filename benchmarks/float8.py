@@ -23,8 +23,8 @@ from tandem.config.load import load_config
 from tandem.errors import TandemError
 from tandem.model.architecture import decoder_layers
 from tandem.model.distributed.process_group import Ranks, join_process_group, leave_process_group
-from tandem.train.start.references import load_sharded
-from tandem.train.start.setup import Setup, set_up
+from tandem.training.start.references import load_sharded
+from tandem.training.start.setup import Setup, set_up
 
 # Inputs and weights need precision, gradients need range.
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from options import options_of
 
-from tandem.generate.generate import Named, opened
-from tandem.generate.prompts import prompts_from
-from tandem.generate.records import EngineSettings, Prompt, make_sampling
-from tandem.generate.target import find_target
+from tandem.generation.generate import Named, opened
+from tandem.generation.prompts import prompts_from
+from tandem.generation.records import EngineSettings, Prompt, make_sampling
+from tandem.generation.target import find_target
 
 WAYS = {
     "one": EngineSettings(batching="padded", batch_size=1),
@@ -73,9 +73,9 @@ def tandem(way: str, options: Any, prompts: list[Prompt]) -> tuple[Ids, float]:
 
 
 def plain(way: str, options: Any, prompts: list[Prompt]) -> tuple[Ids, float]:
-    from tandem.generate.target import open_target
-    from tandem.generate.transformers_engine import load_model
-    from tandem.train.start.machine import this_device
+    from tandem.generation.target import open_target
+    from tandem.generation.transformers_engine import load_model
+    from tandem.training.start.machine import this_device
 
     found = open_target("MODEL", find_target("MODEL", options.model))
     model, tokenizer = load_model(found, this_device()), found.template.tokenizer
@@ -104,7 +104,7 @@ def plain(way: str, options: Any, prompts: list[Prompt]) -> tuple[Ids, float]:
 
 
 def _dicts(prompt: Prompt) -> list[dict[str, Any]]:
-    from tandem.generate.records import as_dicts
+    from tandem.generation.records import as_dicts
 
     assert not isinstance(prompt.prompt, str)
     return as_dicts(prompt.prompt)

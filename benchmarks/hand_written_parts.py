@@ -41,7 +41,7 @@ FILES = {
     "json_array": ["data/read/json_array.py"],
     "hub": ["data/read/hub.py"],
     "plain_pickle": ["data/formats/plain_pickle.py"],
-    "pinned_memory": ["train/checkpoint/host_copy.py"],
+    "pinned_memory": ["training/checkpoint/host_copy.py"],
     "trackers": ["report/trackers/tracking.py", "report/trackers/child.py"],
 }
 LIBRARIES = ("ijson", "pebble", "datasets", "wandb", "mlflow")
@@ -275,7 +275,7 @@ def pinned_bytes(shape: str) -> Record:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tandem.train.checkpoint.host_copy import _paged_bytes
+    from tandem.training.checkpoint.host_copy import _paged_bytes
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config_of(shape))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from options import options_of
 
-from tandem.train.checkpoint.host_copy import PinnedMemory
+from tandem.training.checkpoint.host_copy import PinnedMemory
 
 TENSOR_BYTES = 233 * 1024**2
 

@@ -28,8 +28,8 @@ from tandem.config.load import load_config
 from tandem.model.architecture import decoder_layers
 from tandem.model.policy import Policy
 from tandem.report.reporter import Reporter
-from tandem.train.start import references
-from tandem.train.trainer import train
+from tandem.training.start import references
+from tandem.training.trainer import train
 
 FLOAT8 = "float32, products in float8"  # an experiment
 PRECISIONS = {

@@ -20,8 +20,8 @@ from options import options_of
 from tandem.config.load import load_config
 from tandem.model.distributed.process_group import Ranks, join_process_group, leave_process_group
 from tandem.model.policy import Policy
-from tandem.train.start.references import load_sharded
-from tandem.train.start.setup import Setup, set_up
+from tandem.training.start.references import load_sharded
+from tandem.training.start.setup import Setup, set_up
 
 PACKS = 16  # number of packs whose gradients are accumulated
 AUDITED = 4  # number of audited preferences

@@ -45,9 +45,9 @@ from tandem.model.reference import NoReference, compute_reference
 from tandem.packing.batches import Batches, GlobalBatch, load_ahead
 from tandem.packing.layout import Arrangement, join, lay_out
 from tandem.packing.packer import Packer, row_lengths
-from tandem.train.optimizer import make_optimizer
-from tandem.train.step import PendingStep, StepReport, train_step
-from tandem.train.terms import StepContext
+from tandem.training.optimizer import make_optimizer
+from tandem.training.step import PendingStep, StepReport, train_step
+from tandem.training.terms import StepContext
 
 PROFILED = 2  # number of profiled steps
 # The purpose of a kernel, by a part of its name; the first match counts.

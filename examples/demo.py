@@ -19,7 +19,7 @@ from tandem.config.load import load_config
 from tandem.embedded.files import VALIDATION
 from tandem.errors import TandemError
 from tandem.report.reporter import PLAIN_WIDTH, Reporter
-from tandem.train.trainer import train
+from tandem.training.trainer import train
 
 CONFIG = Path(__file__).with_name("smollm2.yaml")
 NEW_TOKENS = 60

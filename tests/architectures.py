@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from tandem.errors import TandemError
-from tandem.train.start import references
+from tandem.training.start import references
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 HEADER = "| model type | packed | unpacked |\n|---|---|---|\n"

@@ -15,13 +15,13 @@ from models import MODEL
 from running import VARYING, weights_of
 
 from tandem.storage.cache import read_manifest
-from tandem.train.checkpoint.checkpoints import checkpoints
+from tandem.training.checkpoint.checkpoints import checkpoints
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
         "tandem.cli.main",
-        "tandem.train.trainer",
+        "tandem.training.trainer",
         "transformers.models.auto.modeling_auto",
         "transformers.models.auto.tokenization_auto",
         "transformers.models.llama.modeling_llama",

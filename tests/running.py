@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from tandem.config.load import load_config
 from tandem.embedded.files import TRAIN
 from tandem.report.reporter import Reporter
-from tandem.train import trainer
-from tandem.train.trainer import train
+from tandem.training import trainer
+from tandem.training.trainer import train
 
 # With policy.model_name, the default settings of the embedded model do not apply, so they are repeated here.
 NAMED = [

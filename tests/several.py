@@ -13,7 +13,7 @@ from bfloat16_products import with_bfloat16_products
 from tandem.config.load import load_config
 from tandem.model.distributed.process_group import leave_process_group
 from tandem.report.reporter import Reporter
-from tandem.train.trainer import train
+from tandem.training.trainer import train
 
 
 def environments(count: int) -> list[dict[str, str]]:

@@ -18,7 +18,7 @@ from tandem.data.store.sets import ProgressBar, Sets
 from tandem.data.store.token_store import TokenStore
 from tandem.data.text.tokens import TokenizedPreference
 from tandem.errors import ConfigError, DataError, MachineError, OutOfMemoryError
-from tandem.export.cached import export_named_checkpoints
+from tandem.exporting.cached import export_named_checkpoints
 from tandem.model.files.source import find_model
 from tandem.packing.binning import Bins
 from tandem.packing.nemo_files import check_for_nemo, export_nemo, import_nemo
@@ -29,10 +29,10 @@ from tandem.paths import check_output
 from tandem.report.reporter import Reporter
 from tandem.storage.cache import published, read_manifest, write_manifest
 from tandem.terminal.commands import key_of, override, tandem_command, with_override
-from tandem.train.start.machine import check_machine, this_device
-from tandem.train.start.plan import ENOUGH_STEPS
-from tandem.train.start.setup import Inputs, check_model, fit_to_machine, open_inputs
-from tandem.train.validation import portions
+from tandem.training.start.machine import check_machine, this_device
+from tandem.training.start.plan import ENOUGH_STEPS
+from tandem.training.start.setup import Inputs, check_model, fit_to_machine, open_inputs
+from tandem.training.validation import portions
 
 SHOWN_TOKENS = 12
 PACK_COLUMNS = [

@@ -24,8 +24,8 @@ from tandem.config.validation import flatten
 from tandem.errors import CheckpointError, ConfigError
 from tandem.storage.cache import is_checkpoint, is_export
 from tandem.storage.ownership import step_in
-from tandem.train.checkpoint.ranking import Record, measured_on, records_in
-from tandem.train.run.directory import stored_config, why_not_a_run
+from tandem.training.checkpoint.ranking import Record, measured_on, records_in
+from tandem.training.run.directory import stored_config, why_not_a_run
 
 Status = Literal["finished", "running", "stopped"]
 T = TypeVar("T")

@@ -18,9 +18,9 @@ from tandem.embedded.files import TRAIN
 from tandem.model.files.tiny import tiny_model
 from tandem.report.reporter import Reporter
 from tandem.report.verdicts import Verdict
-from tandem.train.run import finish
-from tandem.train.run.finish import REAL_MODEL, with_real_model
-from tandem.train.trainer import train
+from tandem.training.run import finish
+from tandem.training.run.finish import REAL_MODEL, with_real_model
+from tandem.training.trainer import train
 
 # Of a model of one's own, by other names than usual, in a folder with a space.
 OWN_KEYS = ["data.default.prompt_key=the question", "data.default.chosen_key=good", "data.default.rejected_key=bad"]

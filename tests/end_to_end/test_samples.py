@@ -9,7 +9,7 @@ from running import short_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.errors import ConfigError
-from tandem.train import samples
+from tandem.training import samples
 
 SETTINGS = [
     "dpo.val_at_start=true",

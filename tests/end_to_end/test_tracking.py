@@ -13,7 +13,7 @@ from running import SHORT, VARYING, killed_after, largest_difference, metrics_of
 from tandem.cli import main as cli
 from tandem.report.trackers import tracking as feed
 from tandem.report.trackers.tracking import TIMING, tracker_metrics
-from tandem.train import trainer
+from tandem.training import trainer
 
 # Five steps, and three validations of a single batch.
 SETTINGS = [

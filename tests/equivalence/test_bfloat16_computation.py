@@ -10,9 +10,9 @@ from tandem.config.load import load_config
 from tandem.model.distributed.process_group import join_process_group
 from tandem.model.precision import working_copy
 from tandem.model.precision.rounding import cast_stochastically, salt_of
-from tandem.train.start.references import load_sharded
-from tandem.train.start.setup import set_up
-from tandem.train.step import grad_norm
+from tandem.training.start.references import load_sharded
+from tandem.training.start.setup import set_up
+from tandem.training.step import grad_norm
 
 pytestmark = pytest.mark.bfloat16
 

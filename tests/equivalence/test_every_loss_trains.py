@@ -21,7 +21,7 @@ from tandem.config.load import load_config
 from tandem.loss.losses import LOSSES
 from tandem.loss.objective import pairs_from_sums
 from tandem.loss.pairs import PairSums
-from tandem.train.start.setup import set_up
+from tandem.training.start.setup import set_up
 
 BETA, EPS, SCALE, GAMMA, LAMBDA, ALPHA = 0.2, 0.1, 1.5, 0.4, 0.7, 0.6
 STEPS = 2

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.cli import main as cli
 from tandem.errors import CheckpointError, ConfigError, MachineError
-from tandem.export import cached
-from tandem.export.checkpoint import export
-from tandem.export.request import request_export
+from tandem.exporting import cached
+from tandem.exporting.checkpoint import export
+from tandem.exporting.request import request_export
 from tandem.report.reporter import Reporter
 from tandem.storage.cache import write_manifest
 from tandem.terminal.console import SafeConsole

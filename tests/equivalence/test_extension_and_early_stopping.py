@@ -14,11 +14,11 @@ from tandem.config.load import load_config
 from tandem.errors import CheckpointError, ConfigError
 from tandem.report.reporter import Reporter
 from tandem.storage.cache import read_manifest
-from tandem.train.checkpoint import ranking
-from tandem.train.checkpoint.checkpoints import checkpoints, step_of
-from tandem.train.run import extension
-from tandem.train.start import build as build_module
-from tandem.train.trainer import train
+from tandem.training.checkpoint import ranking
+from tandem.training.checkpoint.checkpoints import checkpoints, step_of
+from tandem.training.run import extension
+from tandem.training.start import build as build_module
+from tandem.training.trainer import train
 
 SAVING = ["checkpointing.save_period=2", "dpo.val_period=2", "dpo.val_at_end=true", "dpo.val_batches=2"]
 FOUR, EIGHT = "dpo.max_num_steps=4", "dpo.max_num_steps=8"
@@ -320,7 +320,7 @@ def test_a_killed_and_resumed_run_stops_early_at_the_same_step(tmp_path, data, m
 
 def test_a_run_killed_while_exporting_its_best_step_does_not_train_further(tmp_path, data, measured):
     whole = short_run(tmp_path / "whole", *data, *EARLY)
-    with mock.patch("tandem.train.run.finish._export", side_effect=Killed), pytest.raises(Killed):
+    with mock.patch("tandem.training.run.finish._export", side_effect=Killed), pytest.raises(Killed):
         short_run(tmp_path / "cut", *data, *EARLY)
     cut = short_run(tmp_path / "cut", *data, *EARLY)
     assert_same(cut, whole)

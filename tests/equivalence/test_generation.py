@@ -9,8 +9,8 @@ from models import model_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.errors import ConfigError, DataError
-from tandem.generate.generate import generate
-from tandem.generate.records import EngineSettings, make_sampling
+from tandem.generation.generate import generate
+from tandem.generation.records import EngineSettings, make_sampling
 
 PROMPTS = [
     "Hi",

@@ -27,8 +27,8 @@ from tandem.model.lora.layers import load_adapted
 from tandem.model.reference import CachedReference
 from tandem.packing.layout import lay_out
 from tandem.storage.cache import read_manifest
-from tandem.train.checkpoint.parts import names_in
-from tandem.train.start.setup import set_up
+from tandem.training.checkpoint.parts import names_in
+from tandem.training.start.setup import set_up
 
 CPU = torch.device("cpu")
 LORA = ["policy.lora.enabled=true", "policy.lora.dim=4"]
@@ -403,7 +403,7 @@ def test_the_base_model_can_be_the_reference_of_a_trained_adapter(adapter, tmp_p
 def test_a_cached_reference_needs_no_second_model_in_memory(other, tmp_path, monkeypatch):
     settings = [f"reference.model={other}", f"reference.cache_dir={tmp_path}/cache", "dpo.max_num_steps=1"]
     run_few(tmp_path / "one", *settings, "checkpointing.enabled=false")
-    from tandem.train.start import references
+    from tandem.training.start import references
 
     loaded, load = [], references.load_policy
     monkeypatch.setattr(

@@ -17,9 +17,9 @@ from tandem.model.distributed.process_group import join_process_group
 from tandem.model.reference import LiveReference, NoReference
 from tandem.packing.batches import GlobalBatch
 from tandem.packing.packer import Packer, RankShare
-from tandem.train.step import train_step
-from tandem.train.terms import StepContext
-from tandem.train.validation import ValidationSet, validate
+from tandem.training.step import train_step
+from tandem.training.terms import StepContext
+from tandem.training.validation import ValidationSet, validate
 
 BETA, EPS, ALPHA = 0.1, 0.1, 0.25
 NUMS_OF_COMPLETIONS = (2, 2, 3, 2, 4, 2, 2, 3)  # 5 x 1 + 2 x 3 + 6 = 17 pairs

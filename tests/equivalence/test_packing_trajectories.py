@@ -25,13 +25,13 @@ from tandem.model.reference import LiveReference
 from tandem.packing import packs as packs_module
 from tandem.packing.batches import GlobalBatch
 from tandem.packing.packer import make_packer
-from tandem.train import trainer
-from tandem.train.memory import CPU_ROW_TOKENS
-from tandem.train.optimizer import make_optimizer
-from tandem.train.start.setup import set_up
-from tandem.train.step import train_step
-from tandem.train.terms import StepContext
-from tandem.train.validation import ValidationSet, validate
+from tandem.training import trainer
+from tandem.training.memory import CPU_ROW_TOKENS
+from tandem.training.optimizer import make_optimizer
+from tandem.training.start.setup import set_up
+from tandem.training.step import train_step
+from tandem.training.terms import StepContext
+from tandem.training.validation import ValidationSet, validate
 
 RELATIVE, ABSOLUTE, WEIGHTS = 2e-6, 1e-5, 2e-6
 # What a cut of the same batch may change: how many positions it takes.

@@ -9,10 +9,10 @@ from running import few_pairs, killed_after, largest_difference, metrics_of, sho
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.errors import CheckpointError
-from tandem.export.weights import round_stochastically
+from tandem.exporting.weights import round_stochastically
 from tandem.storage.cache import write_manifest
 from tandem.storage.ownership import GREATEST_PID, MARKER
-from tandem.train.checkpoint import checkpoints as checkpoint
+from tandem.training.checkpoint import checkpoints as checkpoint
 
 # Two schedulers with a milestone before the place the run is cut at: both must be where they were.
 SCHEDULE = (

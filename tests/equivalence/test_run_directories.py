@@ -10,8 +10,8 @@ from tandem.config.load import load_config
 from tandem.errors import CheckpointError, ConfigError
 from tandem.report.reporter import Reporter
 from tandem.terminal.commands import tandem_command
-from tandem.train.checkpoint.checkpoints import checkpoints, step_of
-from tandem.train.trainer import train
+from tandem.training.checkpoint.checkpoints import checkpoints, step_of
+from tandem.training.trainer import train
 
 SAVING = ["checkpointing.save_period=2", "dpo.max_num_steps=6"]
 

@@ -9,7 +9,7 @@ from running import SHORT, few_pairs, largest_difference, metrics_of, short_run,
 from transformers import AutoModelForCausalLM
 
 from tandem.config.load import load_config
-from tandem.train.start.setup import set_up
+from tandem.training.start.setup import set_up
 
 STEPS = 4
 BETA = 0.1

@@ -6,9 +6,9 @@ import pytest
 import torch
 from running import killed_after, metrics_of, short_run, weights_of
 
-from tandem.train import trainer
-from tandem.train.checkpoint import checkpoints as checkpoint
-from tandem.train.start import build
+from tandem.training import trainer
+from tandem.training.checkpoint import checkpoints as checkpoint
+from tandem.training.start import build
 
 MORE = [
     "checkpointing.keep_top_k=9",

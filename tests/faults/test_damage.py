@@ -6,7 +6,7 @@ import shutil
 import pytest
 from killing import assert_same
 
-from tandem.train.checkpoint.checkpoints import checkpoints
+from tandem.training.checkpoint.checkpoints import checkpoints
 
 KEEPING = "checkpointing.keep_top_k=9"
 OF_A_CHECKPOINT = ["manifest.json", "state.json", "config.yaml", "tensors/rank_0.safetensors"]

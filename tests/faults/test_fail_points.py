@@ -7,7 +7,7 @@ import pytest
 from killing import assert_intact, assert_same, outcome
 
 from tandem.failpoints import POINTS
-from tandem.train.checkpoint.checkpoints import checkpoints
+from tandem.training.checkpoint.checkpoints import checkpoints
 
 # The so-many-th time it is passed, where the first would be too early to have anything to lose.
 COUNTS = {

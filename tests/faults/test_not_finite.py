@@ -9,8 +9,8 @@ from running import few_pairs, metrics_of, short_run
 
 from tandem.errors import NonFiniteError
 from tandem.model.reference import LiveReference
-from tandem.train import step, trainer
-from tandem.train.checkpoint.checkpoints import checkpoints, step_of
+from tandem.training import step, trainer
+from tandem.training.checkpoint.checkpoints import checkpoints, step_of
 
 
 def in_the_third_step(monkeypatch, spoil):

@@ -16,11 +16,11 @@ from tandem.config.load import load_config
 from tandem.errors import ConfigError, StoppedError
 from tandem.model import reference
 from tandem.report.reporter import Reporter
-from tandem.train import step, trainer
-from tandem.train.checkpoint import checkpoints as checkpoint
-from tandem.train.checkpoint.checkpoints import checkpoints, step_of
-from tandem.train.run.stopping import Stopping, stopped_by_signals
-from tandem.train.start import build
+from tandem.training import step, trainer
+from tandem.training.checkpoint import checkpoints as checkpoint
+from tandem.training.checkpoint.checkpoints import checkpoints, step_of
+from tandem.training.run.stopping import Stopping, stopped_by_signals
+from tandem.training.start import build
 
 SETTINGS = [
     *("dpo.max_num_steps=5", "dpo.val_period=2", "dpo.val_at_end=true", "dpo.val_at_start=true"),
@@ -306,7 +306,7 @@ def test_a_time_limit_leaves_time_for_another_step_and_save(tmp_path, monkeypatc
 SLOW = """
 import sys, time
 from tandem.cli import main as cli
-from tandem.train import trainer
+from tandem.training import trainer
 seconds, real = float(sys.argv.pop(1)), trainer.train_step
 def slow(*arguments, **options):
     print("stepping", flush=True)

@@ -69,16 +69,16 @@ def test_a_signal_to_one_rank_stops_all_after_saving_and_a_lost_rank_ends_the_ot
 DIFFERENT_ROWS = """
 import os
 from tandem.cli import main as cli
-from tandem.train import memory as row_length
+from tandem.training import memory as row_length
 row_length.CPU_ROW_TOKENS = (1024, 512)[int(os.environ["RANK"])]
 cli.main()
 """
 DIFFERENT_CARDS = """
 import os
 from tandem.cli import main as cli
-from tandem.train import trainer
-from tandem.train.start import setup
-from tandem.train.memory import RowLength
+from tandem.training import trainer
+from tandem.training.start import setup
+from tandem.training.memory import RowLength
 trainer.device_memory = lambda device: (80, 60)[int(os.environ["RANK"])] * 2**30
 setup.auto_row_length = lambda need, policy, device, memory: RowLength(memory >> 26, f"fits in {memory >> 30} GiB")
 cli.main()

@@ -5,9 +5,9 @@ import torch
 from models import MODEL
 from transformers import AutoModelForCausalLM
 
-from tandem.evaluate.evaluate import evaluate
-from tandem.evaluate.measure import measure_model
-from tandem.evaluate.request import check_request
+from tandem.evaluation.evaluate import evaluate
+from tandem.evaluation.measure import measure_model
+from tandem.evaluation.request import check_request
 from tandem.report.reporter import Reporter
 
 pytestmark = pytest.mark.gpu

@@ -4,8 +4,8 @@ import pytest
 import torch
 from models import model_folder
 
-from tandem.generate.generate import generate
-from tandem.generate.records import EngineSettings, make_sampling
+from tandem.generation.generate import generate
+from tandem.generation.records import EngineSettings, make_sampling
 
 pytestmark = pytest.mark.gpu
 PROMPTS = ["Hi", "How far is the moon from here, and why?", "A short story"]

@@ -10,7 +10,7 @@ from tandem.model.head import HeadRule, chunked_logps
 from tandem.model.precision.rounding import round_to_bfloat16
 from tandem.packing.layout import lay_out
 from tandem.packing.packer import BLOCK
-from tandem.train.adamw import RoundedAdamW, Rule
+from tandem.training.adamw import RoundedAdamW, Rule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 RULES = [HeadRule(), HeadRule(0.25), HeadRule(1.0, 30.0), HeadRule(0.5, 2.0)]

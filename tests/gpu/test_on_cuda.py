@@ -176,7 +176,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("changes", LOSSES.values(), ids=LOSSES)
 def test_a_step_never_waits_for_the_device_and_its_report_waits_for_no_later_step(tmp_path, monkeypatch, changes):
-    from tandem.train import trainer
+    from tandem.training import trainer
 
     step, read = trainer.train_step, trainer.PendingStep.read
     calls, waits = [], []

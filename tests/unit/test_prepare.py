@@ -17,7 +17,7 @@ from tandem.cli.app import LOADING_MESSAGE
 from tandem.config.load import load_config
 from tandem.data.store import opening as store_module
 from tandem.errors import TandemError
-from tandem.train.start.setup import set_up
+from tandem.training.start.setup import set_up
 
 
 @pytest.fixture

@@ -38,9 +38,9 @@ def chat(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only answers and errors.")] = False,
 ) -> None:
     """Talk to a model. Reads one turn per line, also from a pipe; /help lists the commands."""
-    from tandem.generate.chat import Chat, read_lines, speakers
-    from tandem.generate.generate import name_models
-    from tandem.generate.records import EngineSettings, make_sampling
+    from tandem.generation.chat import Chat, read_lines, speakers
+    from tandem.generation.generate import name_models
+    from tandem.generation.records import EngineSettings, make_sampling
 
     sampling = make_sampling(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed)
     settings = EngineSettings(

@@ -75,7 +75,7 @@ def evaluate_model(
     Never writes into a run.
     """
     from tandem.config.sections.section import expand_home
-    from tandem.evaluate.request import check_request
+    from tandem.evaluation.request import check_request
 
     given = data or []
     request = check_request(
@@ -94,8 +94,8 @@ def evaluate_model(
     if not quiet:
         print(LOADING_MESSAGE, flush=True, file=sys.stderr)
 
-    from tandem.evaluate.evaluate import run_request
-    from tandem.evaluate.show import show
+    from tandem.evaluation.evaluate import run_request
+    from tandem.evaluation.show import show
     from tandem.report.reporter import Reporter
     from tandem.terminal.console import SafeConsole
 

@@ -8,7 +8,7 @@ from tandem.cli.app import LOADING_MESSAGE, AllowEnv, app, expand_home_callback,
 from tandem.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tandem.export.checkpoint import Exported
+    from tandem.exporting.checkpoint import Exported
     from tandem.report.reporter import Reporter
 
 
@@ -63,7 +63,7 @@ def export(
 
     The folder loads in transformers and vLLM, is measured on the run's validation sets, and has a model card.
     """
-    from tandem.export.request import request_export
+    from tandem.exporting.request import request_export
     from tandem.report.reporter import Reporter
 
     if adapter and merged:
@@ -87,7 +87,7 @@ def export(
     reporter = Reporter("quiet" if quiet or as_json else "normal")
     reporter.say(LOADING_MESSAGE)
 
-    from tandem.export.checkpoint import run_export
+    from tandem.exporting.checkpoint import run_export
 
     done = run_export(request, reporter)
     if as_json:

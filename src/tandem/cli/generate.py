@@ -11,8 +11,8 @@ from tandem.cli.app import LOADING_MESSAGE, app, expand_home_callback
 from tandem.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tandem.generate.generate import Generation, Named
-    from tandem.generate.records import EngineSettings, Prompt, Sampling
+    from tandem.generation.generate import Generation, Named
+    from tandem.generation.records import EngineSettings, Prompt, Sampling
 
 Model = Annotated[
     str,
@@ -98,8 +98,8 @@ def generate_completions(
     quiet: Quiet = False,
 ) -> None:
     """Generate completions of prompts, greedily or sampled."""
-    from tandem.generate.generate import name_models
-    from tandem.generate.records import EngineSettings, make_sampling
+    from tandem.generation.generate import name_models
+    from tandem.generation.records import EngineSettings, make_sampling
 
     if (prompts is None) == (prompt is None):
         raise ConfigError("Give either --prompts FILE or --prompt TEXT.")
@@ -135,8 +135,8 @@ def _generate(
     quiet: bool,
 ) -> None:
     """Read the prompts, generate, and print or write the completions."""
-    from tandem.generate.generate import generate_prompts
-    from tandem.generate.prompts import one_prompt, prompts_from
+    from tandem.generation.generate import generate_prompts
+    from tandem.generation.prompts import one_prompt, prompts_from
 
     found, num_skipped = (one_prompt(prompt), 0) if prompt is not None else prompts_from(prompts or "")
 
@@ -165,8 +165,8 @@ def _generate(
 def _show(
     generation: "Generation", prompts: "Sequence[Prompt]", samples: int, *, as_json: bool, quiet: bool, streamed: bool
 ) -> None:
-    from tandem.generate import show
-    from tandem.generate.output import as_line
+    from tandem.generation import show
+    from tandem.generation.output import as_line
     from tandem.terminal.console import SafeConsole
 
     if as_json and generation.out is not None:

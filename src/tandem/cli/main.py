@@ -33,7 +33,7 @@ def main() -> None:
 
 def _run_command() -> None:
     from tandem.failpoints import read_fail_point
-    from tandem.train.run.stopping import terminated_cleanly
+    from tandem.training.run.stopping import terminated_cleanly
 
     try:
         read_fail_point()

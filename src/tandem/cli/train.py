@@ -95,7 +95,7 @@ def _train_and_leave_group(
 ) -> None:
     from tandem.model.distributed.process_group import leave_process_group
     from tandem.report.reporter import Reporter
-    from tandem.train.trainer import train as run_training
+    from tandem.training.trainer import train as run_training
 
     reporter = Reporter(verbosity, as_json=as_json)
     try:

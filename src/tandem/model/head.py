@@ -37,7 +37,7 @@ class Head(Protocol):
     - `plain_bytes_per_token`: 0, because there are no logits
 
     `architecture.head_of` would choose this class, and `architecture.auto_class` the transformers class that loads and exports
-    the model. There would be no reference, and `train/terms.py` would copy the numbers into `Completions` instead of adding up
+    the model. There would be no reference, and `training/terms.py` would copy the numbers into `Completions` instead of adding up
     log-probabilities.
     """
 

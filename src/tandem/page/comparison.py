@@ -9,7 +9,7 @@ from tandem.page.document import callout, document, empty, figure, footer, heade
 from tandem.page.html import Markup, duration, joined, number, percent, table, tag
 from tandem.page.sections import final_record, shown
 from tandem.runs import Interval, Record, Run, accuracy_of, number_in
-from tandem.train.checkpoint.ranking import measured_on
+from tandem.training.checkpoint.ranking import measured_on
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tandem.runs import Record, Run, accuracy_of, number_in, wilson
-from tandem.train.checkpoint.ranking import measured_on
+from tandem.training.checkpoint.ranking import measured_on
 
 Chart = dict[str, Any]
 Series = dict[str, Any]

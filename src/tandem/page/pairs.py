@@ -13,7 +13,7 @@ from tandem.data.store.selection import Preferences
 from tandem.page.stored import FORMAT, clipped, write_json
 
 if TYPE_CHECKING:
-    from tandem.train.metrics import PairTable
+    from tandem.training.metrics import PairTable
 
 FloatArray = NDArray[np.float64]
 

@@ -11,7 +11,7 @@ from tandem.page.document import callout, empty, figure, section
 from tandem.page.html import Markup, duration, joined, number, percent, table, tag
 from tandem.report.verdicts import judge
 from tandem.runs import Record, Run, StoredVerdict, accuracy_of, number_in
-from tandem.train.run.directory import stored_config
+from tandem.training.run.directory import stored_config
 
 MAX_TITLE_CHARACTERS = 70
 MAX_VALUE_CHARACTERS = 200

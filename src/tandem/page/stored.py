@@ -19,7 +19,7 @@ from tandem.storage.cache import replacing
 from tandem.terminal.printable import scrubbed
 
 if TYPE_CHECKING:
-    from tandem.train.start.setup import Setup
+    from tandem.training.start.setup import Setup
 
 FORMAT = 1  # of setup.json and pairs.json
 PACKAGES = ("torch", "transformers", "tokenizers", "peft", "numpy", "pyarrow")

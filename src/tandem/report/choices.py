@@ -14,10 +14,10 @@ from tandem.model.architecture import architecture_of
 from tandem.model.load import describe_attention
 from tandem.model.lora.layers import LoraPlan
 from tandem.terminal.printable import listed
-from tandem.train.adamw import state_bytes
-from tandem.train.optimizer import schedule_in_words
-from tandem.train.start.plan import shown_pairs, shown_path
-from tandem.train.start.setup import Setup
+from tandem.training.adamw import state_bytes
+from tandem.training.optimizer import schedule_in_words
+from tandem.training.start.plan import shown_pairs, shown_path
+from tandem.training.start.setup import Setup
 
 # Counting pairs takes time per epoch, and some users set a million epochs and limit the steps.
 MAX_COUNTED_EPOCHS = 1000

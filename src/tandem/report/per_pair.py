@@ -15,7 +15,7 @@ from tandem.errors import ConfigError
 from tandem.storage.cache import replacing
 
 if TYPE_CHECKING:
-    from tandem.train.metrics import PairTable
+    from tandem.training.metrics import PairTable
 
 METRIC_COLUMNS = (
     "reward_chosen",

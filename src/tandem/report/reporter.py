@@ -20,11 +20,11 @@ from tandem.storage.ownership import open_own
 from tandem.terminal.console import SafeConsole, printing_above
 from tandem.terminal.printable import escaped, scrubbed, shortened
 from tandem.terminal.text import table, wrap
-from tandem.train.checkpoint.ranking import records_in
+from tandem.training.checkpoint.ranking import records_in
 
 if TYPE_CHECKING:  # otherwise `tandem prepare` would import everything that training needs
-    from tandem.train.samples import Sample
-    from tandem.train.validation import ValidationReport
+    from tandem.training.samples import Sample
+    from tandem.training.validation import ValidationReport
 
 # silent: not even warnings, for ranks other than 0
 Verbosity = Literal["silent", "quiet", "normal", "verbose"]

@@ -6,8 +6,8 @@ import torch
 
 from tandem.config.losses import far_from_published
 from tandem.model.checks.positions import long_sequence_warnings
-from tandem.train.memory import filler_warning
-from tandem.train.start.setup import Setup
+from tandem.training.memory import filler_warning
+from tandem.training.start.setup import Setup
 
 
 def setup_warnings(setup: Setup) -> Iterator[str]:

@@ -9,7 +9,7 @@ from math import isfinite, sqrt
 
 from tandem.config.losses import is_dpo, lowers_chosen, needs_scores, supports
 from tandem.config.schema import Config
-from tandem.train.checkpoint.ranking import Record, measured_on
+from tandem.training.checkpoint.ranking import Record, measured_on
 
 NUM_PARTS = 4  # training is judged by the means of its quarters, because a single step has too few pairs
 STANDARD_ERRORS = 2.0  # an accuracy that differs from the start by this many is significant

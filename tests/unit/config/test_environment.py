@@ -12,7 +12,7 @@ from tandem.config.tracked import tracked_metric
 from tandem.errors import ConfigError, TandemError
 from tandem.paths import check_run
 from tandem.report.trackers.adapters import Opening
-from tandem.train.run.directory import refuse_other_config
+from tandem.training.run.directory import refuse_other_config
 
 CANARY = "hf_CANARYcanary/42"
 WOULD_BE_SENT = "would be sent over the network."

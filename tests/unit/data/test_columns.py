@@ -26,7 +26,7 @@ from tandem.inspect import as_json, inspect_data, show
 from tandem.packing.layout import join, lay_out
 from tandem.packing.nemo_files import check_for_nemo
 from tandem.report.choices import describe_choices
-from tandem.train.start.setup import set_up
+from tandem.training.start.setup import set_up
 
 RAW = Template(letter_tokenizer(), None, {})
 LENIENT = Data(on_bad_row="skip", max_bad_share=1.0)

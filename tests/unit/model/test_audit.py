@@ -21,8 +21,8 @@ from tandem.model.distributed.process_group import join_process_group
 from tandem.model.files.tiny import tiny_model as tiny_folder
 from tandem.packing.layout import lay_out
 from tandem.report.reporter import Reporter
-from tandem.train.start.setup import set_up
-from tandem.train.trainer import train
+from tandem.training.start.setup import set_up
+from tandem.training.trainer import train
 
 
 def assert_nothing_was_trained(run):

@@ -13,8 +13,8 @@ from tandem.model.head import HeadRule, LanguageModelHead, chunked_logps
 from tandem.model.reference import LiveReference
 from tandem.packing.batches import GlobalBatch
 from tandem.packing.layout import lay_out
-from tandem.train.step import train_step
-from tandem.train.terms import StepContext
+from tandem.training.step import train_step
+from tandem.training.terms import StepContext
 
 CPU = torch.device("cpu")
 BETA = 0.1

@@ -16,14 +16,14 @@ from tandem.config.load import load_config
 from tandem.config.schema import Config
 from tandem.config.sections.policy import Packing, Policy
 from tandem.errors import ConfigError
-from tandem.export.weights import _save
+from tandem.exporting.weights import _save
 from tandem.model.architecture import architecture_of, check_packable, windows_of
 from tandem.model.distributed.process_group import leave_process_group
 from tandem.model.files.source import ModelSource, find_model, find_source, find_tokenizer, weights_fingerprint
 from tandem.model.files.tiny import tiny_model
 from tandem.model.load import attention_kind, load_policy
 from tandem.packing.layout import lay_out
-from tandem.train.start.setup import set_up
+from tandem.training.start.setup import set_up
 
 CPU = torch.device("cpu")
 

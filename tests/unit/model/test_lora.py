@@ -29,8 +29,8 @@ from tandem.model.lora.layers import (
     start_fingerprint,
 )
 from tandem.report.choices import describe_choices
-from tandem.train.start import references
-from tandem.train.start.setup import set_up
+from tandem.training.start import references
+from tandem.training.start.setup import set_up
 
 CPU = torch.device("cpu")
 LINEAR = "Its linear layers are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj."

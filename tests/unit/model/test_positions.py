@@ -17,7 +17,7 @@ from tandem.model.checks.positions import check_positions, long_sequence_warning
 from tandem.model.files.source import ModelSource
 from tandem.model.files.tiny import tiny_model
 from tandem.report.setup_warnings import unusual_settings
-from tandem.train.start.setup import set_up
+from tandem.training.start.setup import set_up
 
 
 class Store(SimpleNamespace):

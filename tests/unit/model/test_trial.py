@@ -18,7 +18,7 @@ from tandem.model.distributed.layers import check_layers
 from tandem.model.files.source import ModelSource, find_model
 from tandem.model.load import load_policy
 from tandem.packing.layout import lay_out
-from tandem.train.start.setup import set_up
+from tandem.training.start.setup import set_up
 
 CPU = torch.device("cpu")
 MODES = ["batch", "none"]

@@ -15,7 +15,7 @@ from tandem.model.attention.varlen import BOUNDS_MULTIPLE, FILLER_RUN, attend_ru
 from tandem.model.files.source import ModelSource, find_model
 from tandem.model.load import check_varlen
 from tandem.packing.layout import join, lay_out
-from tandem.train.start.setup import set_up
+from tandem.training.start.setup import set_up
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from tandem.model.distributed.process_group import join_process_group
 from tandem.model.load import load_policy
 from tandem.model.precision import working_copy
 from tandem.model.precision.working_copy import WorkingCopy
-from tandem.train.start.setup import set_up
+from tandem.training.start.setup import set_up
 
 pytestmark = pytest.mark.bfloat16
 

@@ -55,7 +55,7 @@ def _forward_and_backward(policy: Policy, inputs: PackInputs) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether `error` means that the device or the host ran out of memory. train/memory.py turns such an error into advice."""
+    """Whether `error` means that the device or the host ran out of memory. training/memory.py turns such an error into advice."""
     # The message of the CPU allocator contains "can't allocate" or "not enough memory".
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: " in str(error)
 

@@ -1,0 +1,138 @@
+"""The results of an evaluation, as records. `as_dict` gives the keys that `tandem eval --json` prints."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from tandem.evaluation.intervals import Estimate
+
+ScoredBy = Literal["implicit reward", "log-probability", "model score"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The results of some pairs. A result that the model or the missing reference does not allow is None."""
+
+    name: str
+    num_pairs: int
+    num_prompts: int
+    accuracy: Estimate | None  # share of pairs whose chosen completion has the higher reward, or score
+    logps_accuracy: Estimate | None  # by the summed log-probability
+    logps_per_token_accuracy: Estimate | None
+    rewards_margin: Estimate | None  # mean of reward(chosen) - reward(rejected)
+    logps_margin: Estimate | None
+    loss: Estimate | None  # of the run, or of DPO
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestOfN:
+    """Share of prompts with more than two completions whose highest-scored completion is a best one of the data."""
+
+    num_prompts: int
+    completions_per_prompt: float
+    accuracy: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class ReliabilityBin:
+    """Pairs whose sigmoid(|margin|) is between `low` and `high`."""
+
+    low: float
+    high: float
+    num_pairs: int
+    confidence: float  # mean of sigmoid(|margin|)
+    accuracy: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Whether sigmoid(|margin|) is the probability that the reward orders a pair correctly."""
+
+    expected_error: float  # ECE: mean over pairs of |accuracy - confidence| of the pair's bin
+    bins: tuple[ReliabilityBin, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """The results of RewardBench: per subset, per section, and in total."""
+
+    name: Literal["RewardBench", "RewardBench 2"]
+    subsets: dict[str, float]
+    num_prompts: dict[str, int]  # measured, of each subset
+    sections: dict[str, float]  # RewardBench 1 only
+    score: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One accuracy of two models on the same pairs."""
+
+    metric: Literal["accuracy", "logps_accuracy", "logps_per_token_accuracy"]
+    value: float  # of the model
+    against: float  # of the other
+    difference: Estimate
+    num_better: int  # pairs that the model orders better than the other
+    num_worse: int
+    p_value: float
+
+
+@dataclass(frozen=True, slots=True)
+class DifferingPair:
+    """A pair that one of two models orders correctly and the other does not."""
+
+    place: str
+    chosen: int
+    rejected: int
+    margin: float
+    against_margin: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Two models on the same pairs."""
+
+    against: str
+    num_pairs: int
+    num_left_out: int  # pairs that only one of the models could read
+    differences: tuple[Difference, ...]
+    metric: str  # by which the pairs below differ
+    pairs: tuple[DifferingPair, ...]  # those with the largest change first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarnessResult:
+    """A metric of a task of the LM Evaluation Harness, for each model."""
+
+    task: str
+    metric: str
+    values: dict[str, float]  # by model
+    stderrs: dict[str, float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Everything that `evaluate` measured."""
+
+    model: str
+    folder: str  # where its weights are
+    reference: str | None
+    scored_by: ScoredBy
+    loss: str | None  # the preference loss whose implicit rewards are measured
+    beta: float | None
+    precision: str
+    total: Group | None  # None if only tasks of the LM Evaluation Harness ran
+    by_set: tuple[Group, ...] = ()
+    by_length: tuple[Group, ...] = ()
+    by_rank_distance: tuple[Group, ...] = ()
+    by_field: tuple[Group, ...] = ()
+    best_of_n: BestOfN | None = None
+    calibration: Calibration | None = None
+    benchmarks: tuple[Benchmark, ...] = ()
+    comparison: Comparison | None = None
+    harness: tuple[HarnessResult, ...] = ()
+    skipped: dict[str, dict[str, int]]  # by set: rows that were left out, by reason
+    seconds: float  # with loading and tokenising
+    pairs_per_second: float | None  # of the model alone, without loading, tokenising and the reference
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain values, for JSON."""
+        return asdict(self)

@@ -1,0 +1,171 @@
+"""Opens the sets of an evaluation: finds out how each is read, tokenises it, and recognises RewardBench's files."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.config.sections.datasets import DatasetFields
+from tandem.data.read.files import SourceFile, find_files
+from tandem.data.read.sources import SourceRow, read_chunks, rows_of
+from tandem.data.store.opening import is_prepared, open_store
+from tandem.data.store.processes import Processes
+from tandem.data.store.selection import Preferences
+from tandem.data.store.sets import PERCENT, ProgressBar, percent_of
+from tandem.data.store.token_store import TokenStore
+from tandem.data.text.template import Template
+from tandem.errors import ConfigError, DataError
+from tandem.evaluation.request import READING_KEYS, DataRequest, Subject
+from tandem.evaluation.rewardbench import EXAMPLE_COUNTS, PRIOR_SETS
+
+SetKind = Literal["pairs", "RewardBench", "RewardBench 2"]
+REWARDBENCH_2_KEYS = ("id", "prompt", "chosen", "rejected", "num_correct", "total_completions", "subset")
+
+
+@dataclass(frozen=True, slots=True)
+class RowLabels:
+    """Values of a row that decide how its results are grouped."""
+
+    subset: str = ""  # of RewardBench
+    id: str = ""
+    field: str = ""  # the value of --by
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """A tokenised set, and the labels of its rows by place (empty unless results are grouped by them)."""
+
+    name: str
+    kind: SetKind
+    store: TokenStore
+    labels: Mapping[str, RowLabels]
+
+    @cached_property
+    def prompts(self) -> list[bytes]:
+        """A digest of the prompt of each preference: preferences of one prompt are not independent."""
+        return [blake2b(one.prompt.tobytes(), digest_size=16).digest() for one in self.store]
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        return self.store.counts.bad | self.store.counts.filtered
+
+    def labels_of(self, preferences: NDArray[np.int64]) -> list[RowLabels]:
+        return [self.labels.get(self.store.place(int(index)), RowLabels()) for index in preferences]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSets:
+    """The sets of an evaluation."""
+
+    sets: tuple[EvaluationSet, ...]
+
+    def by_split(self) -> dict[str, Preferences]:
+        return {one.name: one.store for one in self.sets}
+
+
+def open_evaluation_sets(
+    data: tuple[DataRequest, ...],
+    subject: Subject,
+    template: Template,
+    max_length: int,
+    by: str | None,
+    bar: ProgressBar,
+) -> OpenSets:
+    """Tokenise, or find tokenised, every set. Every pair of completions with different ranks is measured."""
+    settings = subject.config.data
+    opened = []
+    with Processes(template) as processes:
+        for one in data:
+            kind, fields = _kind_and_fields(one, subject)
+            with bar(f"Tokenising {Path(one.name).name}", PERCENT, unit="%") as advance:
+                try:
+                    store = open_store(
+                        one.path,
+                        fields,
+                        template,
+                        settings,
+                        max_length,
+                        progress=percent_of(advance),
+                        processes=processes,
+                    )
+                except (ConfigError, DataError) as error:
+                    raise type(error)(str(error).replace("data.train.", "data.default.")) from None
+            labels = _labels(one, fields, by) if by is not None or kind != "pairs" else {}
+            opened.append(EvaluationSet(one.name, kind, store, labels))
+    return OpenSets(tuple(opened))
+
+
+def _kind_and_fields(one: DataRequest, subject: Subject) -> tuple[SetKind, DatasetFields]:
+    """What kind of set it is, and how its rows are read.
+
+    The data keys of a run apply if the first row has them; its prompt files always do, because they are part of its prompts.
+    """
+    if one.fields is not None:
+        return "pairs", one.fields.model_copy(update={"data_path": one.path})
+    fields = subject.config.data.default if subject.sets_fields else DatasetFields()
+    fields = fields.model_copy(update={"data_path": one.path})
+    if is_prepared(Path(one.path)):
+        return "pairs", fields
+    files = find_files(one.path, fields)
+    first = next(_rows(files), None)
+    keys: Mapping[str, Any] = {} if first is None else first.value
+    if subject.run is not None and not subject.sets_fields:
+        trained = subject.config.data.training_sets[0]
+        wording = {name: getattr(trained, name) for name in ("prompt_file", "system_prompt_file")}
+        names = {name: getattr(trained, name) for name in READING_KEYS}
+        fits = all(name in keys for name in names.values())
+        fields = fields.model_copy(update={**wording, **(names if fits else {})})
+    return _kind(keys, files[0].path), fields
+
+
+def _kind(keys: Mapping[str, Any], file: Path) -> SetKind:
+    if all(name in keys for name in REWARDBENCH_2_KEYS) and isinstance(keys["chosen"], list):
+        return "RewardBench 2"
+    if all(name in keys for name in ("prompt", "chosen", "rejected")) and (
+        keys.get("subset") in EXAMPLE_COUNTS or _prior_set(keys, file) is not None
+    ):
+        return "RewardBench"
+    return "pairs"
+
+
+def _prior_set(keys: Mapping[str, Any], file: Path) -> str | None:
+    """The prior set that a file of preference-test-sets holds: anthropic_hhh-00000-of-00001.parquet -> anthropic_hhh"""
+    return next(
+        (name for name in (keys.get("subset"), file.name.split("-")[0].split(".")[0]) if name in PRIOR_SETS), None
+    )
+
+
+def _labels(one: DataRequest, fields: DatasetFields, by: str | None) -> dict[str, RowLabels]:
+    """The labels of every row, by its place. The file is read a second time: the store keeps tokens only."""
+    if is_prepared(Path(one.path)):
+        raise DataError(
+            f"--by {by}: {one.path} is prepared, and keeps tokens only. Give the file that it was made from."
+        )
+    labels = {}
+    files = find_files(one.path, fields)
+    for file in files:
+        for row in _rows([file]):
+            subset = row.value.get("subset")
+            if subset not in EXAMPLE_COUNTS and (prior := _prior_set(row.value, file.path)) is not None:
+                subset = prior
+            value = "" if by is None else row.value.get(by)
+            labels[row.place] = RowLabels(str(subset or ""), str(row.value.get("id", "")), _as_text(value))
+    if by is not None and not any(label.field for label in labels.values()):
+        raise DataError(f"--by {by}: no row of {one.path} has a field {by}. Give the name of a field of the rows.")
+    return labels
+
+
+def _as_text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _rows(files: list[SourceFile]) -> Iterator[SourceRow]:
+    """The rows of files that can be parsed."""
+    for file in files:
+        for chunk in read_chunks(file.path, file.name):
+            yield from (row for row in rows_of(chunk) if isinstance(row, SourceRow))

@@ -1,0 +1,231 @@
+"""Checks the options of an export and finds the checkpoint to export. This module does not import torch."""
+
+import json
+import os
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from tandem.config.load import LoadedConfig, load_config
+from tandem.config.schema import Config, Export
+from tandem.config.sections.section import expand_home
+from tandem.errors import CheckpointError, ConfigError
+from tandem.exporting.gguf import find_converter
+from tandem.exporting.hub import check_repository
+from tandem.storage.cache import is_checkpoint, is_export, read_json, real_path, sha256_of
+from tandem.storage.ownership import step_in
+from tandem.terminal.commands import tandem_command
+from tandem.training.run.directory import checkpoint_dir, is_finished, refuse_links, why_not_a_run
+
+RECORD = "tandem_export.json"  # says which checkpoint an export was made from, with which settings
+Form = Literal["adapter", "merged"]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint of a run. Its path ends in step_N; the links best and latest are already resolved."""
+
+    place: Path
+    step: int
+    run: Path | None  # None if the checkpoint is not in a run's directory
+
+
+@dataclass(frozen=True, slots=True)
+class ExportRequest:
+    """The options of an export, checked as far as possible before weights load."""
+
+    checkpoint: Checkpoint
+    loaded: LoadedConfig
+    config: Config  # with the options of the export applied
+    folder: Path
+    made_of: dict[str, str]  # identifies the export: its checkpoint and its form
+    is_written: bool  # the folder holds this export already
+    measured: bool
+    converter: Path | None  # llama.cpp's, for GGUF
+    repository: str | None  # on the hub
+    dry_run: bool
+
+
+def request_export(
+    run: str | Path,
+    *,
+    checkpoint: str | None = None,
+    dtype: str | None = None,
+    form: Form | None = None,
+    out: str | Path | None = None,
+    max_shard_size: str | None = None,
+    measured: bool = True,
+    gguf: bool = False,
+    llama_cpp: str | Path | None = None,
+    push_to_hub: str | None = None,
+    dry_run: bool = False,
+    allow_env: Collection[str] = (),
+) -> ExportRequest:
+    """Find the checkpoint and its configuration, and check the options. `tandem export --help` explains the options."""
+    if dry_run and push_to_hub is None:
+        raise ConfigError(
+            "--dry-run lists what --push-to-hub would upload. Add --push-to-hub REPO, or leave out --dry-run."
+        )
+    given = Path(expand_home(str(run)))
+    loaded = load_config(str(_config_file(given)), [], allow_env)
+    found = _find(given, checkpoint or None, loaded.config)
+    config = _with_options(loaded.config, dtype, form, max_shard_size, found)
+    if gguf and config.policy.lora.enabled and not config.export.merge_lora:
+        raise ConfigError("--gguf converts a complete model, not adapters alone. Add --merged.")
+    converter = find_converter(llama_cpp) if gguf else None
+    if push_to_hub is not None:
+        check_repository(push_to_hub, dry_run=dry_run)
+    folder = Path(expand_home(str(out))) if out is not None else _default_folder(found, dtype, form)
+    made_of = _made_of(found, config.export)
+    return ExportRequest(
+        checkpoint=found,
+        loaded=loaded,
+        config=config,
+        folder=folder,
+        made_of=made_of,
+        is_written=_is_written(folder, made_of),
+        measured=measured,
+        converter=converter,
+        repository=push_to_hub,
+        dry_run=dry_run,
+    )
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return the contents of tandem_export.json in an export folder. If the file is missing or damaged, return an empty dict."""
+    try:
+        found = read_json(folder / RECORD)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _config_file(given: Path) -> Path:
+    """Return the path of the run's config.yaml. For a checkpoint outside of a run, return the copy in the checkpoint."""
+    if not given.is_dir():
+        what = "a file, not a directory" if given.exists() else "there is no such directory"
+        raise CheckpointError(f"{given}: {what}. Give the directory of a run, or one of its checkpoints.")
+    if is_checkpoint(given):
+        run = _run_of(real_path(given))
+        return (run or given) / "config.yaml"
+    refuse_links(given)
+    if (given / "config.yaml").is_file():
+        return given / "config.yaml"
+    what = "it holds an exported model already" if is_export(given) else why_not_a_run(given)
+    raise CheckpointError(f"{given}: {what}. Give the directory of a run, or one of its checkpoints.")
+
+
+def _run_of(place: Path) -> Path | None:
+    """Return the run directory that contains a checkpoint; None if the checkpoint is not in a run directory."""
+    run = place.parent.parent
+    return run if place.parent.name == "checkpoints" and (run / "config.yaml").is_file() else None
+
+
+def _find(given: Path, checkpoint: str | None, config: Config) -> Checkpoint:
+    if is_checkpoint(given):
+        if checkpoint is not None:
+            raise ConfigError(f"--checkpoint {checkpoint}: {given} is a checkpoint itself. Leave out --checkpoint.")
+        place = real_path(given)
+        step = step_in(place.name)
+        if step is None:
+            raise CheckpointError(f"{given}: a checkpoint, but its folder is not named step_N. Restore its name.")
+        run = _run_of(place)
+        return Checkpoint(given.with_name(place.name) if given.parent.resolve() == place.parent else place, step, run)
+    folder = checkpoint_dir(config, given)
+    steps = sorted(step for path in folder.glob("step_*") if (step := step_in(path.name)) is not None and path.is_dir())
+    if not steps:
+        raise CheckpointError(
+            f"{given}: no checkpoints in {folder}, so there is nothing to export.{_why_none(given, config)}"
+        )
+    asked = checkpoint or config.export.checkpoint
+    step = _step(asked, folder, steps)
+    if step not in steps:
+        has = ", ".join(f"step_{one}" for one in steps)
+        raise CheckpointError(
+            f"--checkpoint {asked}: {folder} has no such checkpoint. Use best, latest, or one of these: {has}."
+        )
+    return Checkpoint(folder / f"step_{step}", step, given)
+
+
+def _why_none(run: Path, config: Config) -> str:
+    """Return text that says why a run has no checkpoints, and where its model is or how to train it."""
+    why = " It was trained with checkpointing.enabled=false." if not config.checkpointing.enabled else ""
+    if is_finished(run):
+        return f"{why} The model that it exported is in {run / 'model'}."
+    return why or f" Train it first: {tandem_command('train', '--resume', str(run))}"
+
+
+def _step(asked: str, folder: Path, steps: list[int]) -> int | None:
+    """Return the step that `best`, `latest` or `step_N` means. Without a link, `latest` means the newest step."""
+    if asked not in ("best", "latest"):
+        return step_in(asked)
+    link = folder / asked
+    if link.is_symlink():
+        return step_in(str(link.readlink()))
+    return steps[-1] if asked == "latest" else None
+
+
+def _with_options(
+    config: Config, dtype: str | None, form: Form | None, max_shard_size: str | None, found: Checkpoint
+) -> Config:
+    if form is not None and not config.policy.lora.enabled:
+        use = "export" if form == "adapter" else "merge"
+        raise ConfigError(
+            f"--{form}: {found.run or found.place} trained all weights, so there are no adapters to {use}. Leave out --{form}."
+        )
+    dtypes = get_args(Export.model_fields["dtype"].annotation)
+    if dtype is not None and dtype not in dtypes:
+        raise ConfigError(f"--dtype {dtype}: not a data type of an export. Use one of {', '.join(dtypes)}.")
+    pattern = Export.model_json_schema()["properties"]["max_shard_size"]["pattern"]
+    if max_shard_size is not None and not re.fullmatch(pattern, max_shard_size):
+        raise ConfigError(f"--max-shard-size {max_shard_size}: not a size. Write 5GB or 500MB, for example.")
+    changes: dict[str, Any] = {"max_shard_size": max_shard_size, "dtype": dtype}
+    changes["merge_lora"] = None if form is None else form == "merged"
+    export = config.export.model_copy(update={key: value for key, value in changes.items() if value is not None})
+    return config.model_copy(update={"export": export})
+
+
+def _default_folder(found: Checkpoint, dtype: str | None, form: Form | None) -> Path:
+    if found.run is None:
+        raise ConfigError(
+            f"{found.place}: not in the directory of a run, so the export has no default folder. Add --out DIR."
+        )
+    ending = "".join(f"-{one}" for one in (form, dtype) if one is not None and one != "auto")
+    return found.run / "exports" / f"step_{found.step}{ending}"
+
+
+def _made_of(found: Checkpoint, export: Export) -> dict[str, str]:
+    manifest = found.place / "manifest.json"
+    digest = sha256_of(manifest) if manifest.is_file() else ""
+    settings = export.model_dump(exclude={"checkpoint"})
+    return {"checkpoint": digest, **{name: str(value) for name, value in settings.items()}}
+
+
+def _is_written(folder: Path, made_of: dict[str, str]) -> bool:
+    """Return whether a folder already contains this export. Raise ConfigError if it contains anything else."""
+    if folder.is_symlink() or not os.path.lexists(folder):
+        if folder.is_symlink():
+            raise ConfigError(f"--out {folder}: a symbolic link. Give the folder itself, or another one.")
+        return False
+    if not folder.is_dir():
+        raise ConfigError(f"--out {folder}: a file, not a folder. Choose another --out.")
+    if not any(folder.iterdir()):
+        return False
+    record = read_record(folder)
+    if record.get("made_of") == made_of and is_export(folder):
+        return True
+    what = (
+        f"it holds an export of step {record['step']} in another form or of another run"
+        if "step" in record
+        else "not empty"
+    )
+    raise ConfigError(
+        f"--out {folder}: {what}, and tandem does not overwrite it. Choose another folder, or delete this one."
+    )
+
+
+def record_text(request: ExportRequest, step: int, **facts: Any) -> str:
+    """Return the text of tandem_export.json: what the export was made from, the step and `facts`. The text contains no paths."""
+    return json.dumps({"made_of": request.made_of, "step": step, **facts}, indent=1) + "\n"

@@ -1,0 +1,183 @@
+"""Runs the conversation of `tandem chat` with one model, or with two models that get the same turns."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+
+from tandem.data.formats.preference import Message
+from tandem.errors import ConfigError, DataError, TandemError
+from tandem.generation.generate import Named, Opened, opened
+from tandem.generation.records import Engine, EngineSettings, Prompt, Sampling, as_dicts
+from tandem.generation.show import show_answers
+
+COMMANDS = {
+    "/reset": "start a new conversation; the system message stays",
+    "/system TEXT": "set the system message; without TEXT, remove it",
+    "/undo": "take back the last question and its answer",
+    "/save FILE": "write the conversation to a new JSONL file",
+    "/help": "list these commands",
+    "/exit": "end the chat, like Ctrl-D",
+}
+
+
+@dataclass(slots=True, eq=False)
+class Speaker:
+    """A model that answers, and the conversation from its side."""
+
+    name: str
+    ready: Opened
+    engine: Engine
+    turns: list[Message] = field(default_factory=list)  # without the system message
+
+
+@contextmanager
+def speakers(models: Sequence[Named], sampling: Sampling, engine: EngineSettings) -> Iterator[list[Speaker]]:
+    """Load the models that take part."""
+    if engine.name == "vllm":
+        raise ConfigError(
+            "--engine vllm: chat needs answers word by word. Use transformers, or a vLLM server: --engine http."
+        )
+    with ExitStack() as stack:
+        loaded = []
+        for model in models:
+            ready = stack.enter_context(opened(model, sampling, engine))
+            if ready.found is not None and ready.found.template.source is None:
+                raise ConfigError(
+                    f"{model.option} {model.name}: no chat template, so it cannot hold a conversation. Give one with "
+                    "--chat-template FILE.jinja, or continue a text with tandem generate --prompt TEXT."
+                )
+            loaded.append((model, ready))
+        yield [Speaker(model.name, ready, stack.enter_context(closing(ready.start()))) for model, ready in loaded]
+
+
+class Chat:
+    """Sends lines to the speakers and shows their answers. Lines that begin with / are commands."""
+
+    def __init__(self, speakers: Sequence[Speaker], console: Console, write: Callable[[str], None]):
+        self._speakers, self._console, self._write = speakers, console, write
+        self._system: str | None = None
+
+    def handle(self, line: str) -> bool:
+        """Answer a line, or obey a command. Returns False if the chat ends."""
+        name, _, argument = line.strip().partition(" ")
+        try:
+            if line.startswith("/"):
+                return self._command(name, argument.strip())
+            if line.strip():
+                self._ask(line.strip())
+        except TandemError as error:
+            self._say(f"error: {error}")
+        except KeyboardInterrupt:  # before or after an answer, for instance while the conversation is rendered
+            self._say("[stopped]")
+        return True
+
+    def _command(self, name: str, argument: str) -> bool:
+        if name in ("/exit", "/quit"):
+            return False
+        if name == "/reset":
+            for speaker in self._speakers:
+                speaker.turns.clear()
+            self._say("New conversation.")
+        elif name == "/system":
+            self._system = argument or None
+            self._say(f"System message: {argument}" if argument else "No system message.")
+        elif name == "/undo":
+            self._undo()
+        elif name == "/save":
+            self._save(argument)
+        elif name == "/help":
+            for command, meaning in COMMANDS.items():
+                self._say(f"  {command:<13} {meaning}")
+        else:
+            self._say(f"error: {name} is not a command. /help lists them; to send this line, begin it with a space.")
+        return True
+
+    def _undo(self) -> None:
+        if not self._speakers[0].turns:
+            self._say("Nothing to take back.")
+            return
+        for speaker in self._speakers:
+            del speaker.turns[-2:]
+        self._say("Took back the last question.")
+
+    def _save(self, file: str) -> None:
+        if not file:
+            raise ConfigError("/save: no file. Write /save FILE.")
+        lines = [
+            json.dumps({"messages": as_dicts(self._messages(speaker)), "model": speaker.name}, ensure_ascii=False)
+            for speaker in self._speakers
+        ]
+        try:
+            with Path(file).expanduser().open("x", encoding="utf-8") as opened_file:
+                opened_file.writelines(f"{line}\n" for line in lines)
+        except FileExistsError:
+            raise ConfigError(f"/save {file}: this file exists. Choose another name.") from None
+        except OSError as error:
+            raise ConfigError(f"/save {file}: {error.strerror}. Choose another file.") from None
+        self._say(f"Saved to {file}.")
+
+    def _messages(self, speaker: Speaker) -> tuple[Message, ...]:
+        system = [Message("system", self._system)] if self._system else []
+        return (*system, *speaker.turns)
+
+    def _ask(self, text: str) -> None:
+        """Send a question to every speaker. If one cannot answer, nobody's conversation changes."""
+        answers: dict[str, str] = {}
+        for speaker in self._speakers:
+            answers[speaker.name] = self._answer(speaker, text)
+        if len(self._speakers) > 1:
+            show_answers({name: [answer] for name, answer in answers.items()}, self._console)
+        for speaker in self._speakers:
+            speaker.turns += [Message("user", text), Message("assistant", answers[speaker.name])]
+
+    def _answer(self, speaker: Speaker, text: str) -> str:
+        """The answer of a speaker, shown while it is generated if nobody else answers. Ctrl-C ends it early."""
+        turns = (*self._messages(speaker), Message("user", text))
+        prompt = Prompt(0, "this conversation", turns)
+        one = Sampling(num_samples=1)
+        try:
+            [request] = speaker.ready.requests([prompt], [prompt], one)
+        except DataError as error:
+            raise DataError(f"{error} Take back a question with /undo, or start again with /reset.") from None
+        pieces: list[str] = []
+
+        def write(piece: str) -> None:
+            pieces.append(piece)
+            if len(self._speakers) == 1:
+                self._write(piece)
+
+        stopped = ""
+        try:
+            finish = speaker.engine.stream(request, write).finish
+            stopped = " [cut at the limit]" if finish == "length" else ""
+        except KeyboardInterrupt:
+            stopped = " [stopped]"
+        if len(self._speakers) == 1:
+            self._write(f"{stopped}\n")
+        return "".join(pieces)
+
+    def _say(self, text: str) -> None:
+        self._write(f"{text}\n")
+
+
+def read_lines(stream: TextIO, prompt: str = "> ") -> Iterator[str]:
+    """Yield lines until the end of the input (Ctrl-D). On a terminal lines can be edited, and Ctrl-C drops the current one."""
+    if not stream.isatty():
+        yield from (line.rstrip("\r\n") for line in stream)
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401, makes input() edit lines and remember them
+    while True:
+        try:
+            yield input(prompt)
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D or /exit ends the chat)", file=sys.stderr)
+        except EOFError:
+            print()
+            return

@@ -1,0 +1,232 @@
+"""Generates with a server that speaks OpenAI's HTTP interface: vLLM, SGLang, llama.cpp, transformers serve, or a hosted one."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
+
+from tandem.errors import ConfigError, DataError, one_line
+from tandem.generation.records import Answer, EngineSettings, Request, Sampling, as_dicts
+from tandem.terminal.printable import SECRETS
+
+T = TypeVar("T")
+RETRIES = 4  # of a request that failed for a reason that may pass
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 60.0
+FIRST_RETRIES = 1  # to connect to a server that has not answered yet
+PASSING = (408, 429, 500, 502, 503, 504)
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+PATHS = {"chat": "/chat/completions", "completions": "/completions"}
+
+
+def check_server(settings: EngineSettings) -> str:
+    """The base URL, after checking everything that does not need the server."""
+    url = settings.base_url
+    if url is None:
+        raise ConfigError("--engine http: which server? Give its address, such as --base-url http://localhost:8000/v1.")
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--base-url {url}: not a URL. Give one such as http://localhost:8000/v1.")
+    _api_key(settings)
+    return url.rstrip("/")
+
+
+def _api_key(settings: EngineSettings) -> str | None:
+    name = settings.api_key_env
+    if name is None:
+        return None
+    value = os.environ.get(name, "").strip()
+    if not value:
+        raise ConfigError(
+            f"--api-key-env {name}: this environment variable is not set. Set it to the key, or leave this out."
+        )
+    if not value.isascii() or not value.isprintable():
+        raise ConfigError(f"--api-key-env {name}: the value is not a key: it has characters that a header cannot hold.")
+    SECRETS.add(name, value, ())
+    return value
+
+
+class HttpEngine:
+    """Sends one HTTP request per completion, several at a time."""
+
+    name = "http"
+
+    def __init__(self, model: str, sampling: Sampling, settings: EngineSettings):
+        import httpx
+
+        self._url = check_server(settings) + PATHS[settings.endpoint]
+        self._model, self._sampling, self._settings = model, sampling, settings
+        self._has_answered = False
+        self.version = f"server {check_server(settings)}"
+        key = _api_key(settings)
+        timeout = httpx.Timeout(settings.timeout_seconds, connect=min(10.0, settings.timeout_seconds))
+        limits = httpx.Limits(max_connections=settings.concurrency)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        # Redirects are not followed: they would send prompts and the key to another server.
+        self._client = httpx.Client(timeout=timeout, limits=limits, headers=headers, follow_redirects=False)
+
+    def answers(self, requests: list[Request]) -> Iterator[Answer]:
+        waiting: set[Future[Answer]] = set()
+        pool = ThreadPoolExecutor(self._settings.concurrency)
+        try:
+            for request in requests:
+                if len(waiting) >= self._settings.concurrency:
+                    done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                    yield from (one.result() for one in done)
+                waiting.add(pool.submit(self._ask, request))
+            while waiting:
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                yield from (one.result() for one in done)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def stream(self, request: Request, write: Callable[[str], None]) -> Answer:
+        return self._exchange(request, lambda response: self._read_events(request, response, write), streams=True)
+
+    def _read_events(self, request: Request, response: Any, write: Callable[[str], None]) -> Answer:
+        import httpx
+
+        text, ids, finish = "", [], "stop"
+        try:
+            for line in response.iter_lines():
+                data = line.removeprefix("data:").strip()
+                if not line.startswith("data:") or data == "[DONE]":
+                    continue
+                choice = self._choice(data)
+                if choice is None:  # a last event may hold only the usage
+                    continue
+                piece = (choice.get("delta") or {}).get("content") or choice.get("text") or ""
+                ids += choice.get("token_ids") or []
+                finish = choice.get("finish_reason") or finish
+                text += piece
+                if piece:
+                    write(piece)
+        except httpx.TransportError as error:  # not retried: a part of the answer is already on the screen
+            raise self._unreachable(error) from None
+        return Answer(request, text, tuple(ids) if ids else None, finish)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _ask(self, request: Request) -> Answer:
+        body = self._exchange(request, _limited, streams=False)
+        choice = self._choice(body)
+        content = choice and (choice.get("message") or {}).get("content", choice.get("text"))
+        if choice is None or not (content is None or isinstance(content, str)):
+            raise self._garbage(body)
+        ids: Any = choice.get("token_ids")
+        is_ids = isinstance(ids, list) and all(type(id) is int for id in ids)
+        finish = str(choice.get("finish_reason") or "stop")
+        return Answer(request, content or "", tuple(ids) if is_ids else None, finish)
+
+    def _payload(self, request: Request, *, streams: bool) -> dict[str, Any]:
+        prompt, chosen = request.prompt.prompt, self._sampling
+        if self._settings.endpoint == "completions":
+            if not isinstance(prompt, str) or request.prompt.tools:
+                raise DataError(
+                    f"{request.prompt.place}: the prompt is a list of messages or has tools, and --endpoint completions takes "
+                    "plain text. Use --endpoint chat."
+                )
+            asked: dict[str, Any] = {"prompt": prompt}
+        else:
+            asked = {"messages": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else as_dicts(prompt)}
+            if request.prompt.tools:
+                asked["tools"] = list(request.prompt.tools)
+        asked |= {"model": self._model, "max_tokens": chosen.max_new_tokens, "temperature": chosen.temperature}
+        if not chosen.is_greedy:
+            asked |= {"top_p": chosen.top_p, "seed": request.seed(chosen.seed)}
+        if self._settings.token_ids:
+            asked["return_token_ids"] = True
+        return {**asked, "stream": True} if streams else asked
+
+    def _exchange(self, request: Request, read: Callable[[Any], T], *, streams: bool) -> T:
+        """Send a request and read the response. Failures that may pass are retried."""
+        import httpx
+
+        payload = self._payload(request, streams=streams)
+        for attempt in range(RETRIES + 1):
+            # A server that never answered is probably not running; one that answered before may be restarting.
+            is_last = attempt == (RETRIES if self._has_answered else FIRST_RETRIES)
+            try:
+                with self._client.stream("POST", self._url, json=payload) as response:
+                    self._has_answered = True
+                    if response.status_code == 200:
+                        return read(response)
+                    if response.status_code not in PASSING or attempt == RETRIES:
+                        raise self._refused(response.status_code, _limited(response))
+                    pause = _pause(attempt, response.headers.get("retry-after"))
+            except (httpx.TransportError, httpx.InvalidURL) as error:
+                passing = isinstance(error, httpx.TransportError) and not isinstance(error, httpx.UnsupportedProtocol)
+                if not passing or is_last:
+                    raise self._unreachable(error) from None
+                pause = _pause(attempt, None)
+            time.sleep(pause)
+        raise AssertionError  # the last attempt returns or raises
+
+    def _choice(self, body: str) -> dict[str, Any] | None:
+        """The first choice of an answer; None if its list of choices is empty."""
+        try:
+            choices = json.loads(body)["choices"]
+            return choices[0] if choices else None
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+            raise self._garbage(body) from None
+
+    def _garbage(self, body: str) -> ConfigError:
+        start = one_line(Exception(body))[:80]
+        return ConfigError(
+            f"{self._url}: not the answer of an OpenAI-compatible server ({start!r}). Check --base-url, which usually ends in "
+            "/v1."
+        )
+
+    def _refused(self, status: int, body: str) -> ConfigError:
+        name = self._settings.api_key_env
+        if status in (401, 403):
+            what = f"refuses the key in {name}" if name else "requires a key"
+            hint = (
+                "Check the key." if name else "Put it into an environment variable, and name that: --api-key-env NAME."
+            )
+            return ConfigError(f"{self._url}: the server {what} (HTTP {status}). {hint}")
+        said = _error_text(body)
+        if status == 404:
+            return ConfigError(
+                f"{self._url}: not found (HTTP 404{said}). Check --base-url, which usually ends in /v1, and the name of the "
+                f"model: {self._model}."
+            )
+        if status in PASSING:
+            return ConfigError(
+                f"{self._url}: HTTP {status} after {RETRIES + 1} attempts{said}. Try again later, or lower --concurrency."
+            )
+        return ConfigError(f"{self._url}: the server refuses the request (HTTP {status}{said}).")
+
+    def _unreachable(self, error: Exception) -> ConfigError:
+        reason = one_line(error)
+        return ConfigError(f"{self._url}: the server does not answer ({reason}). Start it, or check --base-url.")
+
+
+def _limited(response: Any) -> str:
+    """The body of a response, up to a limit."""
+    body = b""
+    for part in response.iter_bytes():
+        body += part
+        if len(body) > MAX_ANSWER_BYTES:
+            break
+    return body[:MAX_ANSWER_BYTES].decode("utf-8", "replace")
+
+
+def _error_text(body: str) -> str:
+    """The message in an error of the server, to be put after its status; else nothing."""
+    try:
+        error = json.loads(body)
+        error = error.get("error", error)
+        text = error if isinstance(error, str) else error["message"]
+        return f": {one_line(Exception(text))}"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return ""
+
+
+def _pause(attempt: int, asked: str | None) -> float:
+    """Seconds before the next attempt: as the server asks, else 0.5, 1, 2, 4."""
+    try:
+        return min(LONGEST_WAIT_SECONDS, max(0.0, float(asked or "")))
+    except ValueError:
+        return FIRST_WAIT_SECONDS * 2**attempt

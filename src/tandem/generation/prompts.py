@@ -1,0 +1,125 @@
+"""Reads prompts: from a text, from a file with a prompt per line or row, or from preference data. Does not import torch."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem.config.sections.datasets import DatasetFields
+from tandem.config.sections.section import EMBEDDED
+from tandem.data.formats.formats import NOTHING_FITS, detect_format, read_preference
+from tandem.data.formats.preference import (
+    TextOrMessages,
+    ended_before_answer,
+    messages_of,
+    prompt_of,
+    refuse_other_media,
+    tools_of,
+    with_system,
+)
+from tandem.data.formats.prompt_files import Wording, read_text_file, why_unreadable
+from tandem.data.read.files import SourceFile, find_files
+from tandem.data.read.sources import RowError, SourceRow, read_chunks, rows_of
+from tandem.embedded.files import VALIDATION
+from tandem.errors import ConfigError, DataError
+from tandem.generation.records import Prompt
+from tandem.terminal.printable import listed
+
+TEXT_SUFFIXES = (".txt", ".text")
+KEYS = DatasetFields()
+# Columns that are not copied to the output as `row`: the prompt itself, and what an earlier output added.
+PROMPT_COLUMNS = frozenset(["prompt", "messages", "system", "tools", "completions", "generated_by", "row", "id"])
+SHOWN_ERRORS = 3
+
+
+def prompts_from(given: str | Path | Sequence[Any]) -> tuple[list[Prompt], int]:
+    """The prompts of a file, or those in a list of texts and lists of messages; and how many rows have none.
+
+    `embedded` is the bundled validation pairs. Every unusable row is reported in one DataError.
+    """
+    if isinstance(given, str | Path):
+        return _read_files(str(given))
+    rows = [SourceRow({"prompt": one}, "prompts", number) for number, one in enumerate(given, 1)]
+    return _collect(rows, "prompts")
+
+
+def one_prompt(text: str) -> list[Prompt]:
+    """The prompt given on the command line."""
+    if not text.strip():
+        raise ConfigError("--prompt is empty. Give a text.")
+    try:
+        return [Prompt(0, "--prompt", prompt_of(SourceRow({"prompt": text}, "--prompt", 1), "prompt"))]
+    except RowError as error:
+        raise ConfigError(f"--prompt: {error.message}") from None
+
+
+def _read_files(path: str) -> tuple[list[Prompt], int]:
+    embedded = [SourceFile(VALIDATION, EMBEDDED)]
+    files = embedded if path == EMBEDDED else find_files(path, DatasetFields(data_path=path))
+    rows = (row for file in files for row in (_lines(file) if file.path.suffix in TEXT_SUFFIXES else _rows(file)))
+    return _collect(rows, path)
+
+
+def _rows(file: SourceFile) -> Iterable[SourceRow | RowError]:
+    return (row for chunk in read_chunks(file.path, file.name) for row in rows_of(chunk))
+
+
+def _lines(file: SourceFile) -> Iterable[SourceRow]:
+    """A prompt per line; blank lines are skipped."""
+    try:
+        text = read_text_file(file.path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file.name}: cannot be read ({why_unreadable(error)}). Save it as UTF-8 text.") from None
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
+        if line.strip():
+            yield SourceRow({"prompt": line.rstrip("\r")}, file.name, number)
+
+
+def _collect(rows: Iterable[SourceRow | RowError], source: str) -> tuple[list[Prompt], int]:
+    prompts: list[Prompt] = []
+    errors: list[RowError] = []
+    num_filtered = 0
+    for row in rows:
+        try:
+            if isinstance(row, RowError):
+                raise row
+            prompt, tools = _prompt_of(row)
+        except RowError as error:
+            if error.kind == "filtered":
+                num_filtered += 1
+            else:
+                errors.append(error)
+            continue
+        others = {key: value for key, value in row.value.items() if key not in PROMPT_COLUMNS}
+        prompts.append(Prompt(len(prompts), row.place, prompt, tools, others))
+    if errors:
+        more = f"\n... and {len(errors) - SHOWN_ERRORS:,} more rows" if len(errors) > SHOWN_ERRORS else ""
+        raise DataError("\n".join(map(str, errors[:SHOWN_ERRORS])) + more)
+    if not prompts:
+        filtered = f"; {num_filtered} rows were skipped because they hold no usable prompt" if num_filtered else ""
+        raise DataError(
+            f"{source}: no prompts{filtered}. Give a file with one prompt per line, or with rows that have a key prompt or "
+            "messages."
+        )
+    return prompts, num_filtered
+
+
+def _prompt_of(row: SourceRow) -> tuple[TextOrMessages, tuple[Any, ...]]:
+    """The prompt and tools of a row. A row of preference data gives its prompt even if its completions are unusable."""
+    refuse_other_media(row)
+    if (found := detect_format(row, KEYS)) != NOTHING_FITS:
+        try:
+            preference = read_preference(row, KEYS, found[0], Wording())
+            return preference.prompt, preference.tools
+        except RowError:
+            if "prompt" not in row.value:
+                raise
+    if "prompt" in row.value:
+        return with_system(row, prompt_of(row, "prompt")), tools_of(row)
+    if "messages" in row.value:
+        messages = messages_of(row.value["messages"], row, "messages", allowed="a list of messages")
+        return ended_before_answer(messages, row, "messages"), tools_of(row)
+    raise RowError(
+        row.place,
+        "missing key",
+        f"no key prompt or messages, and not preference data. Keys found: {listed(row.value) or 'none'}.",
+    )

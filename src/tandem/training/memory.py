@@ -1,0 +1,333 @@
+"""Estimates the memory of a run and chooses its row length. Refuses a run that does not fit in memory."""
+
+import os
+import resource
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tandem.config.sections.policy import Policy as PolicyConfig
+from tandem.errors import MachineError, OutOfMemoryError
+from tandem.model.distributed.process_group import SINGLE_RANK_MESH, MeshShape
+from tandem.model.files.source import ModelSource
+from tandem.model.load import attention_kind, empty_model
+from tandem.model.lora.layers import LoraPlan
+from tandem.model.policy import Policy
+from tandem.packing.batches import GlobalBatch
+from tandem.packing.packer import BLOCK, DATASET_PACK, Packer, in_blocks, prepared_lengths, tokens_of_pairs
+from tandem.training.adamw import local_shard, state_bytes
+
+GIB = 2**30
+CPU_ROW_TOKENS = 1024  # for the tiny model 10 % faster than 512; 2,048 is another 5 % faster and needs twice the memory
+ROW_LENGTHS = (65536, 32768, 16384, 8192, 4096, 2048)
+# With 1.5 billion weights, rows twice as long were 1 % faster and needed 50 % more memory (docs/benchmarks.md).
+LONG_ROW_TOKENS = 16384
+# Tokens per row x weights that keep a GPU busy. With fewer, the GPU finishes a row before the host has launched the next one:
+# with 1.5 billion weights it waited at 4,096 tokens per row, and hardly at 8,192 (docs/benchmarks.md).
+BUSY_TOKENS_TIMES_WEIGHTS = 12e12
+# The share of a GPU's memory that the estimate may use. The rest is for memory that the estimate does not include.
+USABLE_SHARE = 0.85
+# Activations that a layer keeps for the backward pass, as multiples of its hidden and intermediate sizes; fitted to runs of
+# three model shapes. KEPT_SHARE: the share of them that is kept with each kind of activation checkpointing.
+KEPT_PER_HIDDEN, KEPT_PER_INTERMEDIATE = 8.0, 3.2
+KEPT_SHARE = {"none": 1.0, "selective": 0.45, "full": 0.1}
+# Bytes per entry of a dense mask: as booleans, and as the numbers that attention adds to its scores.
+MASK_FLAG_BYTES, MASK_NUMBER_BYTES = 1, 4
+LOGITS_BYTES = 2 * GIB  # a chunk of logits and other temporary tensors
+# Temporary memory is an estimate. A run is refused only if even this share of it would not fit.
+CERTAIN_SHARE = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class RowLength:
+    """The automatically chosen row length in tokens, and the reason for this length in words."""
+
+    tokens: int
+    reason: str
+    shortest: int = 0  # rows are shorter than this only if a whole batch fits into one of them
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """The memory that a run is expected to need per rank, in bytes. The estimate is made before weights load."""
+
+    num_weights: int
+    fixed: float  # weights, gradients, optimizer states, and the bfloat16 copy of the weights
+    per_token: float
+    head: float = LOGITS_BYTES
+
+    def temporary(self, tokens: int) -> float:
+        """Return the bytes of activations and logits of a micro-batch with this many tokens."""
+        return self.head + tokens * self.per_token
+
+
+def estimate_memory(
+    source: ModelSource,
+    policy: PolicyConfig,
+    device: torch.device,
+    *,
+    lora: LoraPlan | None,
+    precision: str,
+    mesh: MeshShape = SINGLE_RANK_MESH,
+) -> MemoryEstimate:
+    num = sum(parameter.numel() for parameter in empty_model(source).parameters())
+    per_token = _bytes_per_token(source.config.get_text_config(), policy, precision)
+    head = LOGITS_BYTES if device.type == "cuda" else 0  # chunks of logits are small on a CPU
+    fixed = _fixed_bytes(num, policy, lora, precision, mesh)
+    return MemoryEstimate(num_weights=num, fixed=fixed, per_token=per_token, head=head)
+
+
+def auto_row_length(
+    need: MemoryEstimate, policy: PolicyConfig, device: torch.device, memory: int | None = None
+) -> RowLength:
+    """Choose the row length.
+
+    On a GPU, choose the longest row length that is expected to fit in memory. Lengths that would hardly be faster than shorter
+    ones are not considered.
+    `memory`: the smallest device memory of all ranks, in bytes; None: the memory of this device.
+    """
+    if policy.packing.mode == "dataset":
+        return RowLength(DATASET_PACK, "the default for a set packed once")
+    if device.type != "cuda":
+        return RowLength(CPU_ROW_TOKENS, "the default on a CPU")
+    available, together = memory or device_memory(device), policy.packing.packs_per_micro_batch
+    busy = BUSY_TOKENS_TIMES_WEIGHTS / need.num_weights / together
+    useful = [length for length in ROW_LENGTHS if length < 2 * max(LONG_ROW_TOKENS, busy)]
+    fits = (length for length in useful if need.fixed + need.temporary(length * together) <= USABLE_SHARE * available)
+    fitting = next(fits, ROW_LENGTHS[-1])
+    longer = "longer rows gain little" if fitting == useful[0] else "longer rows would not fit"
+    expected = need.fixed + need.temporary(fitting * together)
+    return RowLength(
+        fitting,
+        f"expected to need {expected / GIB:.0f} of {available / GIB:.0f} GiB; {longer}",
+        min(fitting, int(busy)),
+    )
+
+
+def refuse_certain_overflow(
+    need: MemoryEstimate,
+    packer: Packer,
+    batch: GlobalBatch,
+    policy: PolicyConfig,
+    device: torch.device,
+    memory: int | None = None,
+) -> None:
+    """Raise OutOfMemoryError, before weights load, if the run certainly does not fit in memory.
+
+    For other runs, memory is measured after weights load (start/build.py).
+    """
+    available, whose = memory or device_memory(device), "the GPU" if device.type == "cuda" else "this machine"
+    bins = packer.bins(batch.preferences, batch.bounds)
+    length = packer.longest_row(bins)
+    together = min(packer.packs_per_micro_batch, -(-len(bins) // packer.share.num_ranks))
+    temporary = need.temporary(length * together)
+    if need.fixed + CERTAIN_SHARE * temporary > available:
+        raise OutOfMemoryError(
+            f"the run needs about {(need.fixed + temporary) / GIB:.0f} GiB and {whose} has {available / GIB:.0f}: weights, "
+            f"gradients and optimizer states {need.fixed / GIB:.0f}, activations in rows of {length:,} tokens "
+            f"{temporary / GIB:.0f}. "
+            f"{suggest_less_memory(length, policy, shorter_rows_help=need.fixed < USABLE_SHARE * available)}"
+        )
+
+
+def suggest_less_memory(length: int, policy: PolicyConfig, *, shorter_rows_help: bool) -> str:
+    """Suggest settings that need less memory and are not in use yet, the cheapest first. `length`: tokens in the longest row."""
+    rows = policy.packing.packs_per_micro_batch
+    of_rows = [
+        f"policy.packing.packs_per_micro_batch={rows // 2}" if rows > 1 else "",
+        f"policy.packing.pack_length below {length} (rows may be as short as the longest preference)"
+        if policy.packing.mode != "none"
+        else "a lower policy.max_total_sequence_length",
+        "policy.activation_checkpointing=selective" if policy.activation_checkpointing == "none" else "",
+        "policy.activation_checkpointing=full" if policy.activation_checkpointing == "selective" else "",
+    ]
+    of_weights = [
+        "policy.optimizer.state_dtype=int8" if policy.optimizer.state_dtype != "int8" else "",
+        "policy.weights=bfloat16_stochastic" if policy.weights == "float32" and not policy.lora.enabled else "",
+        "policy.lora.enabled=true" if not policy.lora.enabled else "",
+    ]
+    ways = [*of_rows, *of_weights] if shorter_rows_help else [*of_weights, "more GPUs", *of_rows]
+    first, *others = [way for way in ways if way]
+    return f"To use less memory, try {first}" + (f"; then {', '.join(others)}." if others else ".")
+
+
+def describe_rows(packer: Packer, policy: PolicyConfig, usual: RowLength) -> str:
+    """Describe the row length of a run, and the reason for this length. `usual`: the automatic row length."""
+    rows = f"{packer.length:,} tokens"
+    longest = int(packer.sizes.max())
+    if policy.packing.mode == "none":
+        return f"one sequence each, padded to at most {packer.length:,} tokens"
+    if policy.packing.pack_length != "auto":
+        rounded = packer.length != policy.packing.pack_length
+        return f"{rows} ({policy.packing.pack_length:,} rounded up to a multiple of {BLOCK})" if rounded else rows
+    if policy.packing.mode == "dataset" and prepared_lengths(packer.store):
+        return f"{rows} (auto: the longest prepared packs)"
+    if packer.length == in_blocks(usual.tokens):
+        return f"{rows} (auto: {usual.reason})"
+    if packer.length == in_blocks(longest):
+        return f"{rows} (auto: the longest preference has {longest:,})"
+    return f"{rows} (auto: batches of {policy.train_global_batch_size} pairs fill rows of this length)"
+
+
+def filler_warning(packer: Packer, policy: PolicyConfig) -> str | None:
+    """Return a warning if pack_length is so high that a batch would fill at most half of the shortest row; otherwise None."""
+    shortest = packer.lengths[0]
+    pairs = policy.train_global_batch_size / packer.share.num_ranks
+    tokens = int(tokens_of_pairs(pairs, packer.sizes, packer.store))
+    if policy.packing.mode != "batch" or policy.packing.pack_length == "auto" or 2 * tokens > shortest:
+        return None
+    whose = "a batch" if packer.share.num_ranks == 1 else "a rank's part of a batch"
+    return (
+        f"policy.packing.pack_length = {policy.packing.pack_length}: {whose} has about {tokens:,} tokens, and the shortest rows "
+        f"at that setting have {shortest:,}, so {1 - tokens / shortest:.0%} of the computation is filler. Set it to auto for "
+        "shorter rows."
+    )
+
+
+def refuse_large_masks(
+    length: int, longest: int, policy: PolicyConfig, device: torch.device, memory: int | None = None
+) -> None:
+    """Raise MachineError if the dense attention masks of rows do not fit in memory.
+
+    `length`: tokens per row. `longest`: tokens of the longest preference.
+    """
+    kind = attention_kind(policy, device)
+    if policy.packing.mode == "none" or kind not in ("sdpa", "trees"):
+        return
+    tokens = policy.packing.packs_per_micro_batch * length
+    needed = (
+        tokens * length * (MASK_FLAG_BYTES + MASK_NUMBER_BYTES)
+        if kind == "sdpa"
+        else tokens * longest * MASK_FLAG_BYTES + longest**2 * MASK_NUMBER_BYTES
+    )
+    available = memory or device_memory(device)
+    if needed > available:
+        cause = "policy.attention=sdpa" if device.type == "cuda" else "policy.compile=true on a CPU"
+        where = (
+            f"where attention is dense ({cause})" if kind == "sdpa" else f"for preferences of up to {longest:,} tokens"
+        )
+        raise MachineError(
+            f"policy.packing.pack_length = {policy.packing.pack_length}: rows of {length:,} tokens need a mask of "
+            f"{needed / GIB:.1f} GiB {where}, and this device has {available / GIB:.1f} GiB. "
+            "Lower policy.packing.pack_length, or policy.max_total_sequence_length if a single preference is that long."
+        )
+
+
+def device_memory(device: torch.device) -> int:
+    """Return the total memory of the GPU in bytes. If the device is a CPU, return the memory of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Return the most memory used so far in GiB: allocated on the GPU, or of this process if the device is a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+
+
+def _fixed_bytes(num: int, policy: PolicyConfig, lora: LoraPlan | None, precision: str, mesh: MeshShape) -> float:
+    """Return the bytes per rank for weights, gradients and optimizer states.
+
+    All are sharded over ranks, except quantised weights.
+    """
+    states = state_bytes(policy.optimizer.state_dtype)
+    # Several ranks gather one layer at a time and keep no bfloat16 copy of the model.
+    copy = 2 if policy.weights == "float32" and precision == "bfloat16" and mesh.num_ranks == 1 else 0
+    if lora is not None:
+        frozen = {"nf4": 0.6, "int8": 1.1, None: float(lora.dtype.itemsize)}[lora.quantization] * lora.num_frozen
+        trained = lora.num_trained * (8 + copy + states)
+        return frozen + trained / mesh.shard if lora.quantization else (frozen + trained) / mesh.shard
+    weights = (4 if policy.weights == "float32" else 2) + 4  # gradients are summed in float32
+    return num * (weights + copy + states) / mesh.shard
+
+
+def _bytes_per_token(config: Any, policy: PolicyConfig, precision: str) -> float:
+    hidden = config.hidden_size
+    chosen = getattr(config, "num_experts_per_tok", None)
+    wide = getattr(config, "moe_intermediate_size", None) if chosen else None
+    wide = wide * chosen if wide else (getattr(config, "intermediate_size", None) or 4 * hidden)
+    wide = sum(wide) / len(wide) if isinstance(wide, list) else wide  # Gemma 3n: a size per layer
+    numbers = KEPT_SHARE[policy.activation_checkpointing] * (KEPT_PER_HIDDEN * hidden + KEPT_PER_INTERMEDIATE * wide)
+    return config.num_hidden_layers * numbers * (2 if precision == "bfloat16" else 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The memory that the run needs on this rank's device, in bytes.
+
+    The forecast is based on a measured forward and backward pass.
+    """
+
+    weights: int
+    gradients: int
+    states: int  # of the optimizer
+    activations: int  # of the longest micro-batch, with other temporary tensors
+    length: int  # tokens per row of that micro-batch
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of weights, gradients and optimizer states. The bfloat16 copy of the weights counts as activations."""
+        return self.weights + self.gradients + self.states
+
+    @property
+    def total(self) -> int:
+        return self.fixed + self.activations
+
+    def __str__(self) -> str:
+        return (
+            f"weights {_gib(self.weights)}, gradients {_gib(self.gradients)}, optimizer states {_gib(self.states)}, "
+            f"activations in rows of {self.length:,} tokens {_gib(self.activations)}: {_gib(self.total)} GiB"
+        )
+
+
+def forecast(policy: Policy, peak: int, length: int, *, state_bytes: float) -> Forecast:
+    """Forecast the memory of a step. `peak`: the peak memory of a forward and backward pass with gradients already allocated.
+
+    Optimizer states are not part of the peak and are added here. `state_bytes`: bytes of optimizer state per trained parameter.
+    """
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    weights = sum(_bytes(parameter) for parameter in policy.parameters())
+    gradients = sum(torch.float32.itemsize * local_shard(parameter).numel() for parameter in trained)
+    states = int(sum(state_bytes * local_shard(parameter).numel() for parameter in trained))
+    return Forecast(
+        weights=weights,
+        gradients=gradients,
+        states=states,
+        activations=max(0, peak - weights - gradients),
+        length=length,
+    )
+
+
+def refuse_forecast_overflow(expected: Forecast, device: torch.device, policy: PolicyConfig) -> None:
+    """Raise OutOfMemoryError if the first step would run out of GPU memory."""
+    available = torch.cuda.get_device_properties(device).total_memory
+    if expected.total > available:
+        raise OutOfMemoryError(
+            f"the run needs {_gib(expected.total)} GiB and the GPU has {_gib(available)}: {expected}. "
+            f"{suggest_less_memory(expected.length, policy, shorter_rows_help=expected.fixed < USABLE_SHARE * available)}"
+        )
+
+
+def out_of_memory_error(error: Exception, length: int, policy: PolicyConfig) -> OutOfMemoryError | None:
+    """Return an OutOfMemoryError with advice if `error` means that the device or the host ran out of memory; otherwise None."""
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if not known and "DefaultCPUAllocator: " not in str(error):  # "can't allocate", or "not enough memory"
+        return None
+    return OutOfMemoryError(
+        f"{' '.join(str(error).split())} {suggest_less_memory(length, policy, shorter_rows_help=True)}"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f}"
+
+
+def _bytes(parameter: nn.Parameter) -> int:
+    local = local_shard(parameter)
+    return local.numel() * local.element_size()

@@ -1,0 +1,288 @@
+"""Checks a configuration against the model, the data and the machine, and returns the Setup of a run. No weights are loaded."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem.config.losses import needs_reference
+from tandem.config.schema import Config
+from tandem.config.tracked import (
+    TrackedMetric,
+    check_direction,
+    check_early_stopping,
+    check_exported_best,
+    tracked_metric,
+)
+from tandem.data.store.selection import Preferences
+from tandem.data.store.sets import ProgressBar, Sets, no_bar, open_sets
+from tandem.data.text.template import Template, make_template
+from tandem.data.text.tokenizer import check_export, load_tokenizer
+from tandem.errors import ConfigError
+from tandem.model.architecture import check_packable
+from tandem.model.checks.positions import check_positions
+from tandem.model.distributed.layers import check_layers
+from tandem.model.distributed.process_group import SINGLE_RANK_MESH, MeshShape
+from tandem.model.files.source import ModelSource, find_model, find_source, find_tokenizer
+from tandem.model.load import attention_kind
+from tandem.model.lora.layers import LoraPlan
+from tandem.packing.packer import SINGLE_RANK, Packer, RankShare, make_packer
+from tandem.report.trackers.tracking import check_packages
+from tandem.storage.cache import check_cache_dir, check_writable
+from tandem.training.memory import (
+    RowLength,
+    auto_row_length,
+    describe_rows,
+    estimate_memory,
+    refuse_certain_overflow,
+    refuse_large_masks,
+)
+from tandem.training.optimizer import check_scheduler, highest_rate
+from tandem.training.run.directory import checkpoint_dir
+from tandem.training.start.machine import Machine, check_machine
+from tandem.training.start.plan import Plan, Schedule, plan_steps
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Everything that is known before weights load: the model, how the model is computed, and the plan for the data."""
+
+    config: Config
+    device: torch.device
+    precision: str
+    compiles: bool
+    source: ModelSource
+    lora: LoraPlan | None
+    reference_source: ModelSource | None  # None if the reference is the start model
+    template: Template
+    plan: Plan
+
+    @property
+    def tracked(self) -> TrackedMetric | None:
+        """The metric that ranks checkpoints; None if the newest checkpoints are kept instead of the best ones."""
+        named = self.config.checkpointing.metric_name
+        return tracked_metric(named, list(self.plan.validation)) if named or self.config.dpo.validates else None
+
+    def checkpoint_dir(self, run: Path) -> Path:
+        """Return the checkpoint directory.
+
+        If run.dir and checkpointing.checkpoint_dir are both set and differ, this is checkpoint_dir. Otherwise it is `checkpoints`
+        in the run directory.
+        """
+        return checkpoint_dir(self.config, run)
+
+    @property
+    def validation_batch_size(self) -> int:
+        """The number of validation pairs that are packed together."""
+        return self.config.dpo.val_global_batch_size or self.config.policy.train_global_batch_size
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """The dtype of the trained weights."""
+        return torch.float32 if self.config.policy.weights == "float32" else torch.bfloat16
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the loss compares the policy with a reference."""
+        return needs_reference(self.config.dpo.preference_loss)
+
+    @property
+    def ends_with_epochs(self) -> bool:
+        """Whether dpo.max_num_epochs ends the run before dpo.max_num_steps."""
+        return self.plan.num_steps < (self.config.dpo.max_num_steps or 0)
+
+
+def set_up(
+    config: Config,
+    device: torch.device,
+    bar: ProgressBar = no_bar,
+    share: RankShare = SINGLE_RANK,
+    memory: int | None = None,
+    mesh: MeshShape = SINGLE_RANK_MESH,
+) -> Setup:
+    """Tokenise the data and run every check that does not need the weights.
+
+    `share`: the part of each batch that this rank computes. `memory`: the smallest device memory of all ranks, in bytes, so that
+    every rank chooses the same row length; None: the memory of this device.
+    Ranks call this function at different times, so nothing in it may wait for another rank.
+    """
+    check_packages(config.logger)
+    given = config.reference.cache_dir
+    if given is not None and config.reference.mode == "cached" and needs_reference(config.dpo.preference_loss):
+        check_writable(Path(given), f"reference.cache_dir = {given}:", "Choose another reference.cache_dir.")
+    attention_kind(config.policy, device)
+    source = check_model(config)
+    machine = check_machine(config, source, device, mesh)
+    return fit_to_machine(open_inputs(config, source, bar), machine, share, memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The model, the data and the schedule of a run. They are the same on every machine."""
+
+    config: Config
+    source: ModelSource
+    reference_source: ModelSource | None
+    template: Template
+    sets: Sets
+    schedule: Schedule
+
+
+def check_model(config: Config) -> ModelSource:
+    """Find and check the model, and check the settings that need neither data nor a device."""
+    check_cache_dir()
+    check_scheduler(config.policy)
+    source = find_model(config.policy)
+    check_packable(source, config.policy)
+    return source
+
+
+def open_inputs(config: Config, source: ModelSource, bar: ProgressBar = no_bar) -> Inputs:
+    """Tokenise and check the sets, and plan the steps of the run."""
+    folder = find_tokenizer(config.policy, source)
+    tokenizer = load_tokenizer(folder)
+    check_export(tokenizer, folder, source.config)
+    template = make_template(tokenizer, config.policy.tokenizer)
+    reference_source = _find_reference(config, source, tokenizer)
+    sets = open_sets(config, template, bar)
+    _check_sets(sets, config, source)
+    check_positions(sets, source, reference_source)
+    return Inputs(
+        config=config,
+        source=source,
+        reference_source=reference_source,
+        template=template,
+        sets=sets,
+        schedule=plan_steps(sets, config),
+    )
+
+
+def fit_to_machine(
+    inputs: Inputs, machine: Machine, share: RankShare = SINGLE_RANK, memory: int | None = None
+) -> Setup:
+    """Choose row lengths for the device and return the Setup. Raise an error if the run does not fit in memory.
+
+    `memory`: as in `set_up`.
+    """
+    config, source = inputs.config, inputs.source
+    plan = fit_plan(inputs, machine, share, memory)
+    compiles = machine.compiles
+    if compiles or machine.mesh.num_ranks > 1 or config.policy.activation_checkpointing != "none":
+        models = [one for one in (source, inputs.reference_source) if one is not None]
+        compiles = all(check_layers(one, config.policy, machine.mesh.num_ranks) for one in models) and compiles
+    return Setup(
+        config=config,
+        device=machine.device,
+        precision=machine.precision,
+        compiles=compiles,
+        source=source,
+        lora=machine.lora,
+        reference_source=inputs.reference_source,
+        template=inputs.template,
+        plan=plan,
+    )
+
+
+def fit_plan(inputs: Inputs, machine: Machine, share: RankShare = SINGLE_RANK, memory: int | None = None) -> Plan:
+    """Choose row lengths for the device and plan the packing. Raise an error if the run does not fit in memory.
+
+    `memory`: as in `set_up`.
+    """
+    config, source, device, schedule = inputs.config, inputs.source, machine.device, inputs.schedule
+    sizes = {"lora": machine.lora, "precision": machine.precision, "mesh": machine.mesh}
+    need = estimate_memory(source, config.policy, device, **sizes)
+    usual = auto_row_length(need, config.policy, device, memory)
+    train, validation = _packers(inputs.sets, config, source, usual=usual, share=share)
+    for packer in (train, *validation.values()):
+        longest = min(packer.length, int(packer.sizes.max()))
+        refuse_large_masks(packer.length, longest, config.policy, device, memory=memory)
+    first_batch = schedule.batches.epoch(0)[0]
+    refuse_certain_overflow(need, train, first_batch, config.policy, device=device, memory=memory)
+    return Plan(
+        sets=inputs.sets,
+        train=train,
+        validation=validation,
+        rows=describe_rows(train, config.policy, usual),
+        batches=schedule.batches,
+        num_steps=schedule.num_steps,
+        num_pairs=schedule.num_pairs,
+        highest_rate=highest_rate(config.policy, schedule.num_steps),
+    )
+
+
+def _packers(
+    sets: Sets, config: Config, source: ModelSource, usual: RowLength, share: RankShare
+) -> tuple[Packer, dict[str, Packer]]:
+    """Return the packer of the training set, and a dict from name to packer for the validation sets.
+
+    All packers use the same row lengths where possible, so that layers are compiled only once.
+    """
+    packing, pairs = config.policy.packing, config.policy.train_global_batch_size
+    shared = {"seed": config.run.seed, "share": share, "hidden_size": source.config.get_text_config().hidden_size}
+    rows = {"usual_auto": usual.tokens, "shortest_auto": usual.shortest}
+    train = make_packer(sets.train, packing, **rows, pairs_per_batch=pairs, **shared)
+    validation = {
+        name: make_packer(store, packing, usual_auto=train.length, pairs_per_batch=None, **shared)
+        for name, store in sets.validation.items()
+    }
+    return train, validation
+
+
+def _check_sets(sets: Sets, config: Config, source: ModelSource) -> None:
+    """Check the settings that refer to sets (the tracked metric and the validation samples), and the token ids in the sets."""
+    tracked = tracked_metric(config.checkpointing.metric_name, list(sets.validation))
+    check_direction(tracked, higher_is_better=config.checkpointing.higher_is_better)
+    if config.checkpointing.metric_name and tracked and tracked.split != "train" and not config.dpo.validates:
+        raise ConfigError(
+            f"checkpointing.metric_name = {config.checkpointing.metric_name}: no validation is configured, so this "
+            "metric would never be measured. Set dpo.val_period, dpo.val_at_start or dpo.val_at_end, or track train:loss."
+        )
+    check_early_stopping(config.dpo, tracked, saves=config.checkpointing.enabled)
+    check_exported_best(config.export.checkpoint, config.dpo, tracked, saves=config.checkpointing.enabled)
+    if config.logger.num_val_samples_to_print and not sets.validation:
+        raise ConfigError(
+            f"logger.num_val_samples_to_print = {config.logger.num_val_samples_to_print}, but there is no validation set to "
+            "take prompts from. Set data.validation, or set the number to 0."
+        )
+    for store in (sets.train, *sets.validation.values()):
+        check_vocabulary(store, source)
+
+
+def _find_reference(config: Config, source: ModelSource, tokenizer: Any) -> ModelSource | None:
+    """Return the source of reference.model. Raise ConfigError if its vocabulary differs from the policy's."""
+    name = config.reference.model
+    if name is None:
+        return None
+    other = find_source("reference.model", name, None)
+    check_packable(other, config.policy)
+    check_same_vocabulary(other, source, tokenizer)
+    return other
+
+
+def check_same_vocabulary(other: ModelSource, source: ModelSource, tokenizer: Any) -> None:
+    """Refuse a reference that does not have the vocabulary of the policy and its tokenizer."""
+    place = f"{other.key} = {other.name}"
+    if other.vocabulary != source.vocabulary:
+        raise ConfigError(
+            f"{place}: its vocabulary has {other.vocabulary} tokens and that of {source.name} has "
+            f"{source.vocabulary}, but policy and reference must read the same tokens. Choose a reference with the same "
+            "vocabulary."
+        )
+    if (other.folder / "tokenizer.json").is_file() and hasattr(tokenizer, "get_vocab"):
+        theirs = {number: token for token, number in load_tokenizer(other.folder).get_vocab().items()}
+        for token, number in tokenizer.get_vocab().items():
+            if theirs.get(number, token) != token:
+                raise ConfigError(
+                    f"{place}: token {number} is {theirs[number]!r} in its tokenizer and {token!r} in the "
+                    "policy's, but policy and reference must read the same tokens. Choose a reference with the same vocabulary."
+                )
+
+
+def check_vocabulary(store: Preferences, source: ModelSource) -> None:
+    highest = store.highest_token_id
+    if highest >= source.vocabulary:
+        raise ConfigError(
+            f"{source.key} = {source.name}: the tokenizer gives token id {highest}, but the model has only "
+            f"{source.vocabulary} tokens. Use the tokenizer that belongs to the model (policy.tokenizer.name)."
+        )

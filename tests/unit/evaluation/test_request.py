@@ -1,0 +1,163 @@
+"""What `tandem eval` is asked for: exact messages of wrong arguments, before torch is imported."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from tandem.config.load import load_config
+from tandem.errors import CheckpointError, ConfigError, DataError
+from tandem.evaluation.request import check_request
+
+
+@pytest.fixture
+def data(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps({"prompt": "Hi", "chosen": "yes", "rejected": "no"}) + "\n")
+    return str(file)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run directory as training leaves it, without checkpoints."""
+    folder = tmp_path / "run"
+    (folder / "model").mkdir(parents=True)
+    (folder / "rejects.jsonl").touch()
+    (folder / "config.yaml").write_text(load_config(None, ["dpo.reference_policy_kl_penalty=0.3"]).as_yaml())
+    (folder / "model" / "config.json").write_text("{}")
+    return folder
+
+
+def refused(*arguments, error=ConfigError, **options):
+    with pytest.raises(error) as caught:
+        check_request(*arguments, **options)
+    return str(caught.value)
+
+
+def test_a_run_means_its_model_with_its_own_reference_and_loss(run, data):
+    subject = check_request(str(run), [data]).subject
+    assert subject.model.policy.model_name == str(run / "model")
+    assert subject.reference.policy.model_name == "embedded"
+    assert subject.dpo.reference_policy_kl_penalty == 0.3
+    assert check_request(str(run), [data], beta=0.5).subject.dpo.reference_policy_kl_penalty == 0.5
+
+
+def test_a_run_without_data_is_measured_on_its_validation_sets(run):
+    (only,) = check_request(str(run)).data
+    assert (only.name, only.path.endswith("embedded/validation.jsonl")) == ("default", True)
+
+
+def test_a_run_with_a_loss_without_reference_has_none(run, data):
+    loaded = load_config(None, ["dpo.preference_loss=simpo"])
+    (run / "config.yaml").write_text(loaded.as_yaml())
+    assert check_request(str(run), [data]).subject.reference is None
+    with_reference = check_request(str(run), [data], reference="embedded").subject
+    assert (with_reference.reference.name, with_reference.dpo.preference_loss) == ("embedded", "dpo")
+
+
+def test_an_adapter_is_loaded_on_its_base_model(tmp_path, data):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "embedded"}))
+    policy = check_request(str(folder), [data]).subject.model.policy
+    assert (policy.model_name, policy.lora.adapter) == ("embedded", str(folder))
+    (folder / "adapter_config.json").write_text("{}")
+    assert refused(str(folder), [data]) == (
+        f"MODEL = {folder}: an adapter whose adapter_config.json does not name its base model. Merge it into its base model, "
+        "and give that folder."
+    )
+
+
+def test_a_run_of_adapters_alone_is_loaded_on_its_start_model(run, data):
+    (run / "config.yaml").write_text(
+        load_config(None, ["policy.lora.enabled=true", "export.merge_lora=false"]).as_yaml()
+    )
+    (run / "model" / "config.json").unlink()
+    (run / "model" / "adapter_config.json").write_text("{}")
+    subject = check_request(str(run), [data]).subject
+    assert (subject.model.policy.model_name, subject.model.policy.lora.adapter) == ("embedded", str(run / "model"))
+    assert not subject.reference.policy.lora.enabled  # new adapters change nothing
+
+
+def test_all_pairs_are_measured_unless_asked_otherwise(data):
+    assert check_request("embedded", [data]).subject.config.data.pairing == "all"
+    asked = check_request("embedded", [data], overrides=["data.pairing=best_worst"])
+    assert asked.subject.config.data.pairing == "best_worst"
+
+
+def test_a_run_without_a_model_is_refused(run, data):
+    (run / "model" / "config.json").unlink()
+    (run / "model").rmdir()
+    assert refused(str(run), [data], error=CheckpointError) == (
+        f"MODEL = {run}: a run that has no model yet ({run}/model is missing). Finish it with tandem train --resume {run}, or "
+        f"export a checkpoint with tandem export {run}."
+    )
+
+
+def test_folders_and_files_that_are_no_models_are_refused(tmp_path, data):
+    assert (
+        refused(str(tmp_path), [data]) == f"MODEL = {tmp_path}: {tmp_path} holds no config.json, so it is not a model."
+    )
+    assert refused(data, [data]) == f"MODEL = {data}: a file, not a model folder or a run. Give the folder."
+    assert refused("./nope", [data]) == "MODEL = ./nope: no such directory. Check the path."
+    assert refused("embedded", [data], reference="./nope") == "--reference = ./nope: no such directory. Check the path."
+    assert refused("embedded", [data], against="./nope") == "--against = ./nope: no such directory. Check the path."
+
+
+def test_missing_data_is_refused(run, data, tmp_path):
+    assert (
+        refused("embedded") == "tandem eval embedded: no DATA. Give one or more files of preference pairs, or embedded."
+    )
+    missing = f"{tmp_path}/nope.jsonl"
+    message = f"{missing}: no such file or folder, and not the name of a hub dataset (org/name)."
+    assert refused("embedded", [missing], error=DataError) == message
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    tree["data"]["train"] = data
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert (
+        refused(str(run)) == f"tandem eval {run}: the run has no validation set. Give DATA: a file of preference pairs."
+    )
+
+
+def test_options_without_an_effect_are_refused(data, tmp_path):
+    assert refused("embedded", [data], beta=0.5) == (
+        "--beta 0.5 scales implicit rewards, which need a reference. Add --reference MODEL."
+    )
+    assert refused("embedded", [data], beta=-1.0) == "--beta -1.0: not a positive number."
+    assert refused("embedded", [data], limit=3) == "--limit 3 has no effect without --lm-eval TASKS. Leave it out."
+    assert refused("embedded", [data], include_path=tmp_path) == (
+        f"--include-path {tmp_path} has no effect without --lm-eval TASKS. Leave it out."
+    )
+    assert refused("embedded", [], lm_eval=["x"], by="source") == (
+        "--per-pair and --by describe pairs, but no DATA is given. Add a data file."
+    )
+    assert refused("embedded", [data], lm_eval=["x"], include_path=tmp_path / "nope") == (
+        f"--include-path {tmp_path}/nope: no such directory. Give a folder with task files (.yaml)."
+    )
+
+
+def test_keys_that_arguments_give_are_refused(data):
+    assert refused("embedded", [data], overrides=["data.train.prompt_key=q"]) == (
+        "data.train.prompt_key=q: MODEL, DATA, --reference and --against give the models and the data. Say how to read the data "
+        "with data.default.KEY=VALUE."
+    )
+    assert refused("embedded", [data], overrides=["policy.model_name=x"]) == (
+        "policy.model_name=x: MODEL, DATA, --reference and --against give the models and the data."
+    )
+    assert refused("embedded", [data], overrides=["policy.optimizer.kwargs.lr=1"]) == (
+        "policy.optimizer.kwargs.lr=1: this key has no effect on an evaluation. Leave it out."
+    )
+
+
+def test_a_per_pair_file_that_cannot_be_written_is_refused(data, tmp_path):
+    assert refused("embedded", [data], per_pair=tmp_path) == (
+        f"--per-pair {tmp_path}: a directory. Give the name of a file."
+    )
+
+
+def test_requests_are_checked_without_torch():
+    code = "import sys, tandem.evaluation.request, tandem.cli.eval; print('torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "False\n"

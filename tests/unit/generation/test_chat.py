@@ -1,0 +1,107 @@
+"""The chat: turns, commands, an interrupted answer, and two models at a time."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from tandem.generation.chat import Chat, Speaker, read_lines
+from tandem.generation.records import Answer, Request
+
+
+class Ready:
+    """Stands for a model that is opened."""
+
+    def requests(self, wanted, prompts, sampling):
+        return [Request(wanted[0], 0, ())]
+
+
+class Parrot:
+    """Answers with how many turns it sees and the last of them."""
+
+    name, version = "parrot", "1"
+
+    def __init__(self, interrupted=False):
+        self.interrupted = interrupted
+
+    def stream(self, request, write):
+        turns = request.prompt.prompt
+        for piece in (f"{len(turns)}:", turns[-1].content):
+            write(piece)
+            if self.interrupted:
+                raise KeyboardInterrupt
+        return Answer(request, "", None, "stop")
+
+
+def chat(*parrots, width=100):
+    """A chat with parrots, and what it has written."""
+    out = io.StringIO()
+    speakers = [Speaker(f"model {i}", Ready(), parrot) for i, parrot in enumerate(parrots or (Parrot(),))]
+    return Chat(speakers, Console(file=out, width=width), out.write), out
+
+
+def talk(*lines, parrots=(), width=100):
+    one, out = chat(*parrots, width=width)
+    going = [one.handle(line) for line in lines]
+    return out.getvalue(), going[-1]
+
+
+def test_every_turn_is_answered_with_the_turns_before_it():
+    assert talk("hi", "  ho  ", "", "hey")[0] == "1:hi\n3:ho\n5:hey\n"
+
+
+def test_reset_and_undo_forget_turns():
+    assert talk("hi", "ho", "/undo", "hey")[0] == "1:hi\n3:ho\nTook back the last question.\n3:hey\n"
+    assert talk("hi", "/reset", "ho")[0] == "1:hi\nNew conversation.\n1:ho\n"
+    assert talk("/undo")[0] == "Nothing to take back.\n"
+
+
+def test_a_system_message_is_the_first_turn_and_survives_a_reset():
+    said = talk("/system Be brief.", "hi", "/reset", "ho", "/system", "hey")[0]
+    assert said == "System message: Be brief.\n2:hi\nNew conversation.\n2:ho\nNo system message.\n3:hey\n"
+
+
+def test_exit_ends_the_chat_and_an_unknown_command_does_not():
+    assert talk("/exit") == ("", False)
+    assert talk("/nosuch x") == (
+        "error: /nosuch is not a command. /help lists them; to send this line, begin it with a space.\n",
+        True,
+    )
+    assert talk(" /nosuch x")[0] == "1:/nosuch x\n"
+
+
+def test_an_interrupted_answer_is_kept_as_far_as_it_came_and_the_chat_continues():
+    parrot = Parrot(interrupted=True)
+    one, out = chat(parrot)
+    assert one.handle("hi")
+    parrot.interrupted = False
+    assert one.handle("ho")
+    assert out.getvalue() == "1: [stopped]\n3:ho\n"
+
+
+def test_a_conversation_is_saved_to_a_new_file_only(tmp_path):
+    file = tmp_path / "chat.jsonl"
+    said, _ = talk("/system Be brief.", "hi", f"/save {file}", f"/save {file}", "/save")
+    assert said.splitlines()[2:] == [
+        f"Saved to {file}.",
+        f"error: /save {file}: this file exists. Choose another name.",
+        "error: /save: no file. Write /save FILE.",
+    ]
+    [saved] = map(json.loads, file.read_text().splitlines())
+    assert saved["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "2:hi"},
+    ]
+
+
+@pytest.mark.parametrize(("width", "num_lines"), [(80, 2), (79, 4)])
+def test_two_models_answer_side_by_side_from_80_columns_on(width, num_lines):
+    said, _ = talk("hi", parrots=(Parrot(), Parrot()), width=width)
+    assert len(said.splitlines()) == num_lines
+    assert (said.splitlines()[0].split() == ["model", "0", "model", "1"]) == (num_lines == 2)
+
+
+def test_lines_of_a_pipe_are_read_to_the_end():
+    assert list(read_lines(io.StringIO("hi\r\nho\n"))) == ["hi", "ho"]

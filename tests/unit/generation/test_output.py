@@ -1,0 +1,122 @@
+"""The output file: lines in the `scored` format, continued after a kill, never mixed with lines of other settings."""
+
+import errno
+import json
+
+import pytest
+
+from tandem.errors import ConfigError, DataError, DiskError
+from tandem.generation.output import OutputFile, generated_by, record_of
+from tandem.generation.records import Answer, Prompt, Request, make_sampling
+
+PROMPTS = [Prompt(i, f"p.jsonl:{i + 1}", f"Question {i}", row={"source": "x"}) for i in range(3)]
+
+
+def made(model="m", **sampling):
+    settings = make_sampling(**{"temperature": 1.0, "num_samples": 2, **sampling}).as_dict()
+    return generated_by(model, "abc", {"engine": "transformers"}, "transformers 5", settings, "fff")
+
+
+def record(index=0, by=None):
+    prompt = PROMPTS[index]
+    answers = [Answer(Request(prompt, sample, (1, 2)), f"text {sample}", (5, 2), "stop") for sample in (1, 0)]
+    return record_of(prompt, answers, by or made())
+
+
+def test_a_record_holds_the_completions_in_order_with_ids_and_finish_reason():
+    assert record()["completions"] == [
+        {"completion": "text 0", "completion_ids": [5, 2], "finish": "stop", "score": None},
+        {"completion": "text 1", "completion_ids": [5, 2], "finish": "stop", "score": None},
+    ]
+    assert (record()["id"], record()["prompt"], record()["row"]) == (0, "Question 0", {"source": "x"})
+
+
+def test_an_incomplete_file_is_continued_and_a_line_that_was_cut_off_is_removed(tmp_path):
+    out = tmp_path / "out.jsonl"
+    with OutputFile(out) as file:
+        file.write(record(2))
+        file.write(record(0))
+    complete = out.read_bytes()
+    out.write_bytes(complete + b'{"id": 1, "prompt": "Que')
+    with OutputFile(out) as file:
+        assert sorted(file.done(made(), PROMPTS)) == [0, 2]
+        assert out.read_bytes() == complete
+        file.write(record(1))
+        file.sort(["m"])
+    assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == [0, 1, 2]
+
+
+def test_lines_of_two_models_are_kept_apart_and_sorted_by_model(tmp_path):
+    out = tmp_path / "out.jsonl"
+    with OutputFile(out) as file:
+        for one in (record(1, made("base")), record(0, made("base")), record(0)):
+            file.write(one)
+        file.sort(["m", "base"])
+    with OutputFile(out) as file:
+        assert sorted(file.done(made("base"), PROMPTS)) == [0, 1]
+        assert sorted(file.done(made(), PROMPTS)) == [0]
+        with pytest.raises(ConfigError) as error:
+            file.refuse_other_models(["m"])
+    assert str(error.value) == f"--out {out}:2: made with the model base, not m. Choose another file."
+
+
+def test_a_file_of_other_settings_is_refused_with_the_differences(tmp_path):
+    out = tmp_path / "out.jsonl"
+    with OutputFile(out) as file:
+        file.write(record())
+    with OutputFile(out) as file, pytest.raises(ConfigError) as error:
+        file.done(made(temperature=0.5, seed=3), PROMPTS)
+    assert str(error.value) == (
+        f"--out {out}:1: made with other settings (temperature 1.0, now 0.5, seed 0, now 3). Choose another file, or the same "
+        "settings."
+    )
+
+
+def test_other_versions_of_tandem_and_the_engine_continue_a_file(tmp_path):
+    out = tmp_path / "out.jsonl"
+    with OutputFile(out) as file:
+        file.write(record(0, {**made(), "tandem": "0.0.1", "engine_version": "transformers 4"}))
+    with OutputFile(out) as file:
+        assert list(file.done(made(), PROMPTS)) == [0]
+
+
+@pytest.mark.parametrize("text", ["my notes\n", '{"prompt": "Hi", "chosen": "a", "rejected": "b"}\n', "no newline"])
+def test_a_file_that_is_not_an_output_is_refused_and_unchanged(tmp_path, text):
+    out = tmp_path / "out.jsonl"
+    out.write_text(text)
+    with pytest.raises(DataError) as error:
+        OutputFile(out)
+    assert str(error.value) == (
+        f"--out {out}:1: not a line that tandem generate wrote, and files are never overwritten. Choose another file."
+    )
+    assert out.read_text() == text
+
+
+def test_a_file_in_a_missing_folder_and_one_in_use_are_refused(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        OutputFile(tmp_path / "no" / "out.jsonl")
+    assert str(error.value) == f"--out {tmp_path}/no/out.jsonl: No such file or directory. Choose another file."
+    with OutputFile(tmp_path / "out.jsonl"), pytest.raises(ConfigError, match=r"another process is writing to it\."):
+        OutputFile(tmp_path / "out.jsonl")
+
+
+def test_a_full_disk_ends_in_one_message_and_loses_no_line(tmp_path):
+    out = tmp_path / "out.jsonl"
+    with OutputFile(out) as file:
+        file.write(record(0))
+
+        class Full:
+            def write(self, _):
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            def close(self):
+                pass
+
+        file._file.close()
+        file._file = Full()
+        with pytest.raises(DiskError) as error:
+            file.write(record(1))
+    assert str(error.value) == (
+        f"--out {out}: the disk is full. Every line before is complete: free some space, and run the same command to continue."
+    )
+    assert len(out.read_text().splitlines()) == 1

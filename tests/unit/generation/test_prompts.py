@@ -1,0 +1,109 @@
+"""Prompts are read from text, rows and preference data; a bad row ends in one message."""
+
+import json
+
+import pytest
+
+from tandem.data.formats.preference import Message
+from tandem.errors import ConfigError, DataError
+from tandem.generation.prompts import one_prompt, prompts_from
+
+
+def rows(path, *values):
+    path.write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")
+    return path
+
+
+def test_a_text_file_has_a_prompt_per_line_and_blank_lines_are_skipped(tmp_path):
+    file = tmp_path / "p.txt"
+    file.write_text("Hi\r\n\n  \nHow far?\n", encoding="utf-8")
+    prompts, skipped = prompts_from(file)
+    assert [(p.index, p.place, p.prompt) for p in prompts] == [(0, f"{file}:1", "Hi"), (1, f"{file}:4", "How far?")]
+    assert skipped == 0
+
+
+def test_rows_give_a_prompt_or_messages_a_system_turn_and_their_other_columns(tmp_path):
+    file = rows(
+        tmp_path / "p.jsonl",
+        {"prompt": "Hi", "answer": 4},
+        {"messages": [{"role": "user", "content": "Hi"}]},
+        {"prompt": "Hi", "system": "Be brief."},
+    )
+    prompts, _ = prompts_from(file)
+    assert [p.prompt for p in prompts] == [
+        "Hi",
+        (Message("user", "Hi"),),
+        (Message("system", "Be brief."), Message("user", "Hi")),
+    ]
+    assert [dict(p.row) for p in prompts] == [{"answer": 4}, {}, {}]
+
+
+def test_a_csv_file_gives_its_column_prompt(tmp_path):
+    file = tmp_path / "p.csv"
+    file.write_text('prompt,kind\n"a, b",x\n', encoding="utf-8")
+    [prompt] = prompts_from(file)[0]
+    assert (prompt.prompt, dict(prompt.row)) == ("a, b", {"kind": "x"})
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Hi", "chosen": "a", "rejected": "b"},
+        {"prompt": "Hi", "chosen": "a", "rejected": "a"},  # no preference, but a prompt
+        {"prompt": "Hi", "completions": [{"completion": "a", "score": None}]},  # an output without scores
+        {"question": "Hi", "response_j": "a", "response_k": "b"},
+        {"chosen": "\n\nHuman: Hi\n\nAssistant: a", "rejected": "\n\nHuman: Hi\n\nAssistant: b"},
+    ],
+)
+def test_preference_data_gives_its_prompts(tmp_path, row):
+    [prompt] = prompts_from(rows(tmp_path / "p.jsonl", row))[0]
+    assert prompt.prompt in ("Hi", (Message("user", "Hi"),))
+
+
+def test_rows_of_preference_data_without_one_common_prompt_are_skipped_and_counted(tmp_path):
+    pair = {"chosen": "\n\nHuman: Hi\n\nAssistant: a", "rejected": "\n\nHuman: Hi\n\nAssistant: b"}
+    other = {**pair, "rejected": "\n\nHuman: Ho\n\nAssistant: b"}
+    prompts, skipped = prompts_from(rows(tmp_path / "p.jsonl", pair, other))
+    assert (len(prompts), skipped) == (1, 1)
+
+
+def test_lists_of_texts_and_messages_are_prompts():
+    prompts, _ = prompts_from(["Hi", [{"role": "user", "content": "Ho"}]])
+    assert [p.prompt for p in prompts] == ["Hi", (Message("user", "Ho"),)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "",
+            "{file}: no prompts. Give a file with one prompt per line, or with rows that have a key prompt or messages.",
+        ),
+        ('{"text": "Hi"}\n', "{file}:1: no key prompt or messages, and not preference data. Keys found: text."),
+        ('{"prompt": " "}\n', "{file}:1: prompt is empty."),
+        (
+            '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}\n',
+            "{file}:1: messages[1]: the prompt ends in an assistant turn. End it before the completion.",
+        ),
+    ],
+)
+def test_a_file_without_usable_prompts_is_refused(tmp_path, text, message):
+    file = tmp_path / "p.jsonl"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(DataError) as error:
+        prompts_from(file)
+    assert str(error.value) == message.format(file=file)
+
+
+def test_the_first_bad_rows_are_listed_together(tmp_path):
+    file = rows(tmp_path / "p.jsonl", *[{"text": "Hi"}] * 5)
+    with pytest.raises(DataError) as error:
+        prompts_from(file)
+    lines = str(error.value).split("\n")
+    assert [line.split(": ")[0] for line in lines[:3]] == [f"{file}:{n}" for n in (1, 2, 3)]
+    assert lines[3:] == ["... and 2 more rows"]
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(ConfigError, match=r"^--prompt is empty\. Give a text\.$"):
+        one_prompt(" ")

@@ -1,0 +1,89 @@
+"""MODEL|RUN: a model, a hub name, or a run, which stands for its model and its template settings."""
+
+import json
+
+import pytest
+
+from tandem.config.sections.policy import Tokenizer
+from tandem.errors import ConfigError
+from tandem.generation.target import find_target
+from tandem.terminal.commands import tandem_command
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = tmp_path / "run"
+    (run / "model").mkdir(parents=True)
+    (run / "rejects.jsonl").touch()
+    (run / "config.yaml").write_text("policy: {tokenizer: {chat_template: null}}\n")
+    (run / "model" / "config.json").write_text("{}")
+    (run / "model" / "model.safetensors").touch()
+    return run
+
+
+def test_a_run_stands_for_its_model_and_keeps_raw_text(run):
+    target = find_target("MODEL", str(run))
+    assert (target.name, target.model, target.adapter) == (str(run), str(run / "model"), None)
+    assert target.tokenizer.chat_template is None
+
+
+def test_a_template_file_of_a_run_is_the_one_in_its_model_and_keeps_its_arguments(run):
+    (run / "config.yaml").write_text(
+        "policy: {tokenizer: {chat_template: gone.jinja, chat_template_kwargs: {enable_thinking: false}}}\n"
+    )
+    assert find_target("MODEL", str(run)).tokenizer == Tokenizer(chat_template_kwargs={"enable_thinking": False})
+
+
+def test_a_run_with_an_adapter_names_its_base_model(run):
+    (run / "model" / "config.json").unlink()
+    (run / "model" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+    target = find_target("MODEL", str(run))
+    assert (target.model, target.adapter) == ("org/base", run / "model")
+
+
+@pytest.mark.parametrize("name", ["embedded", "org/name"])
+def test_the_embedded_model_and_hub_names_are_kept(name):
+    assert find_target("MODEL", name).model == name
+
+
+def message(name):
+    with pytest.raises(ConfigError) as error:
+        find_target("MODEL", str(name))
+    return str(error.value)
+
+
+def test_a_run_without_a_model_is_refused_with_the_commands_that_make_one(run):
+    (run / "model" / "model.safetensors").unlink()
+    assert message(run) == (
+        f"MODEL {run}: a run without a model: {run}/model is written when the run is finished. Finish it with "
+        f"{tandem_command('train', '--resume', str(run))}, or export a checkpoint with {tandem_command('export', str(run))}."
+    )
+
+
+def test_a_folder_that_is_neither_a_model_nor_a_run_is_refused(tmp_path):
+    assert message(tmp_path) == (
+        f"MODEL {tmp_path}: neither a model (it has no config.json) nor a run (it has no config.yaml). Give a model folder, "
+        "a hub name, or a run directory."
+    )
+
+
+def test_a_missing_folder_and_a_file_are_refused(tmp_path, monkeypatch):
+    assert message("/no/model") == (
+        "MODEL /no/model: no such directory. Give a model folder, a hub name, or a run directory."
+    )
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    assert message("runs/dpo-1") == (
+        "MODEL runs/dpo-1: no such directory. Give a model folder, a hub name, or a run directory."
+    )
+    (tmp_path / "file").touch()
+    assert message("file") == "MODEL file: a file, not a folder. Give a model folder, a hub name, or a run directory."
+
+
+def test_a_checkpoint_is_refused_with_the_command_that_exports_it(tmp_path):
+    (tmp_path / "tensors").mkdir()
+    (tmp_path / "state.json").touch()
+    assert message(tmp_path) == (
+        f"MODEL {tmp_path}: a checkpoint, not a model. Export it, and give the folder that is written: "
+        f"{tandem_command('export', str(tmp_path))}"
+    )
