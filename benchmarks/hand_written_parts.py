@@ -34,6 +34,8 @@ import prepare
 from made_model import SHAPES, config_of
 from options import options_of
 
+from tandem.data.store.pool import RowMonitor
+
 SOURCE = Path(__file__).parents[1] / "src/tandem"
 FILES = {
     "word_cache": ["data/text/word_cache.py"],
@@ -107,16 +109,16 @@ POOLS: dict[str, Callable[[], Any]] = {
 ROW_SECONDS = 1.0  # limit of a row where one never ends
 
 
-def _work(fault: str, item: int, watch: Any) -> int:
+def _work(fault: str, item: int, monitor: RowMonitor) -> int:
     for row in range(10):
-        watch.at(row)
+        monitor.start_row(row)
         if (item, row) == (5, 3) and fault == "hangs":
             time.sleep(1e6)
         if (item, row) == (5, 3) and fault == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "slow chunk":
             time.sleep(ROW_SECONDS / 5)  # no row is slow, but the ten of a chunk take twice the limit of a row
-    watch.off()
+    monitor.end_row()
     return item
 
 

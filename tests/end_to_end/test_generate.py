@@ -226,7 +226,10 @@ def test_mistakes_and_servers_need_no_heavy_modules(tmp_path):
 def test_ctrl_c_stops_an_answer_and_ctrl_d_ends_the_chat():
     ours, theirs = pty.openpty()
     command = [sys.executable, "-P", "-m", "tandem", "chat", str(MODEL), "--max-new-tokens", "450", "--quiet"]
+    # A shell starts background jobs with SIGINT ignored, which children inherit: restored, as in a terminal.
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    signal.signal(signal.SIGINT, ignored)
     os.close(theirs)
 
     def read_until(wanted: str) -> str:
@@ -245,7 +248,7 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends_the_chat():
         process.send_signal(signal.SIGINT)
         read_until("(Ctrl-D or /exit ends the chat)")
         os.write(ours, b"/undo\n")
-        read_until("Took back the last question.")
+        read_until("Took back the last question.\r\n> ")
         os.write(ours, b"\x04")
         assert process.wait(60) == 0
     finally:

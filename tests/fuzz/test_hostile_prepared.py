@@ -56,8 +56,8 @@ def test_mutated_prepared_folders_are_read_or_refused(
     given = copy_of(prepared, tmp_path / "given")
     config = load_config(None, [*SETTINGS, f"data.train.data_path={given}", "policy.packing.pack_length=1024"]).config
     with Processes(template) as processes:
-        facts = opening._text_facts(processes)
-    monkeypatch.setattr(opening, "_text_facts", lambda processes: facts)
+        facts = opening._text_fingerprints(processes)
+    monkeypatch.setattr(opening, "_text_fingerprints", lambda processes: facts)
 
     def read() -> None:
         sets = open_sets(config, template)
