@@ -93,6 +93,7 @@ def main() -> None:
             "accuracy": float(above(only.table.margin, 0.0).mean()),
         },
     }
+    print(f"tandem: {found['tandem']['pairs_per_second']} pairs/s", flush=True)  # TRL may take minutes
     if o.trl_python:
         source = tiny_model() if model == "embedded" else Path(model)
         other = tiny_model() if (o.reference or model) == "embedded" else Path(o.reference or model)

@@ -17,9 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.cli import main as cli
 from tandem.errors import CheckpointError, ConfigError, MachineError
+from tandem.evaluation.evaluate import evaluate
 from tandem.exporting import cached
 from tandem.exporting.checkpoint import export
 from tandem.exporting.request import request_export
+from tandem.generation.generate import generate
+from tandem.generation.records import Sampling
 from tandem.report.reporter import Reporter
 from tandem.storage.cache import write_manifest
 from tandem.terminal.console import SafeConsole
@@ -254,6 +257,24 @@ def test_a_damaged_checkpoint_cannot_be_trained_from(run, tmp_path, in_this_proc
         f"policy.model_name = {place}: this checkpoint cannot be exported: {file} does not match its SHA-256 in the manifest: it "
         "was changed or cut off. Nothing was exported. Choose another --checkpoint: step_4."
     )
+
+
+def test_a_checkpoint_is_evaluated_as_the_model_that_the_run_exported(made, in_this_process):
+    of_run = evaluate(str(made), ["embedded"])
+    of_checkpoint = evaluate(str(made / "checkpoints/latest"), ["embedded"])
+    assert (of_checkpoint.total, of_checkpoint.reference) == (of_run.total, of_run.reference)
+    earlier = evaluate(str(made / "checkpoints/step_2"), ["embedded"], against=str(made / "checkpoints/latest"))
+    assert earlier.total is not None and of_run.total is not None
+    assert earlier.total.rewards_margin != of_run.total.rewards_margin
+
+
+def test_a_checkpoint_generates_as_the_model_that_the_run_exported(made, in_this_process):
+    sampling = Sampling(max_new_tokens=4)
+    texts = [
+        [record["completions"] for record in generate(str(model), ["Hi"], sampling=sampling).records]
+        for model in (made, made / "checkpoints/latest")
+    ]
+    assert texts[0] == texts[1]
 
 
 # --- what is refused ---

@@ -52,10 +52,14 @@ def chat(
     )
     models = name_models(model, compare, settings)
 
+    from tandem.generation.target import export_target
     from tandem.terminal.console import SafeConsole
 
     if not quiet and engine != "http":
         print(LOADING_MESSAGE, file=sys.stderr)
+    for model in models:
+        if model.target is not None:
+            export_target(model.option, model.target, lambda text: None if quiet else print(text, file=sys.stderr))
     with speakers(models, sampling, settings) as loaded:
         if not quiet:
             how = "greedy" if sampling.is_greedy else f"temperature {sampling.temperature:g}"

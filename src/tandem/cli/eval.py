@@ -20,7 +20,7 @@ def evaluate_model(
         typer.Argument(
             metavar="MODEL|RUN",
             callback=expand_home_callback,
-            help="A model folder or hub name, embedded, or a run, which means its model with its own reference.",
+            help="A model folder or hub name, embedded, or a run (its model, with its own reference) or one of its checkpoints.",
         ),
     ],
     data: Annotated[

@@ -19,7 +19,7 @@ Model = Annotated[
     typer.Argument(
         metavar="MODEL|RUN",
         callback=expand_home_callback,
-        help="A model folder, a hub name, embedded, or a run directory (its exported model). With http: a name on the server.",
+        help="A model folder, a hub name, embedded, a run (its exported model) or a checkpoint of one. With http: a name on the server.",
     ),
 ]
 Compare = Annotated[
@@ -137,6 +137,7 @@ def _generate(
     """Read the prompts, generate, and print or write the completions."""
     from tandem.generation.generate import generate_prompts
     from tandem.generation.prompts import one_prompt, prompts_from
+    from tandem.generation.target import export_target
 
     found, num_skipped = (one_prompt(prompt), 0) if prompt is not None else prompts_from(prompts or "")
 
@@ -148,6 +149,9 @@ def _generate(
         reporter.warn(f"{num_skipped:,} rows of {prompts} have no usable prompt, and were skipped.")
     if settings.name != "http":
         reporter.say(LOADING_MESSAGE)
+    for model in models:
+        if model.target is not None:
+            export_target(model.option, model.target, reporter.say)
     streams = prompt is not None and len(models) == 1 and sampling.num_samples == 1 and out is None and not as_json
     generation = generate_prompts(
         models,

@@ -12,6 +12,7 @@ from tandem.evaluation.measure import Measured, measure_model
 from tandem.evaluation.records import Evaluation, HarnessResult
 from tandem.evaluation.request import Request, check_request
 from tandem.evaluation.summary import PairResults, benchmarks, best_of_n
+from tandem.exporting.cached import export_checkpoint
 from tandem.report.per_pair import PerPairFile
 from tandem.report.reporter import Reporter
 from tandem.training.metrics import PairTable
@@ -34,7 +35,8 @@ def evaluate(
 ) -> Evaluation:
     """Measure a model on preference pairs. Writes nothing except `per_pair` and the caches of tokens and references.
 
-    model: a model folder or hub name, `embedded`, or a run, which means its exported model with its own reference.
+    model: a model folder or hub name, `embedded`, a run, which means its exported model with its own reference, or
+    a checkpoint of a run, with the run's reference.
     data: files of preference pairs, in every format that training reads, or RewardBench's; a run's validation sets by default.
     reference: the model that implicit rewards compare with. Without one, a model is measured by its log-probabilities only.
     against: another model or run, measured on the same pairs.
@@ -64,6 +66,10 @@ def evaluate(
 def run_request(request: Request, reporter: Reporter) -> Evaluation:
     """Run a checked request."""
     check_installed(request.tasks)
+    for subject in (request.subject, request.against):
+        for model in () if subject is None else (subject.model, subject.reference):
+            if model is not None:
+                export_checkpoint(model.key, model.policy.model_name, reporter.say)
     if not request.data:
         return _only_tasks(request, reporter)
     started = time.perf_counter()

@@ -18,7 +18,7 @@ from tandem.errors import CheckpointError, ConfigError
 from tandem.model.files.source import check_path, refuse_missing
 from tandem.paths import check_data
 from tandem.report.per_pair import check_per_pair
-from tandem.storage.cache import is_run
+from tandem.storage.cache import is_checkpoint, is_run
 from tandem.terminal.commands import key_of, override
 
 # Keys whose values the arguments give, or that have no effect here.
@@ -53,7 +53,7 @@ class Subject:
     reference: ModelRequest | None
     config: Config
     dpo: Dpo  # whose implicit rewards are measured
-    run: Path | None
+    run: Path | None  # or a checkpoint of one
     sets_length: bool  # whether the longest sequence is given, by the run or by an override
     sets_fields: bool  # whether overrides say how data is read
 
@@ -136,7 +136,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 
 def _subject(key: str, name: str, reference: str | None, beta: float | None, overrides: Sequence[str]) -> Subject:
-    own = Path(name) if is_run(Path(name)) else None
+    own = Path(name) if _has_settings(Path(name)) else None
     if own is None:
         config = load_config(None, [*overrides, override("policy.model_name", EMBEDDED)]).config
         model = named_model(key, name, config.policy)
@@ -174,9 +174,9 @@ def _subject(key: str, name: str, reference: str | None, beta: float | None, ove
 
 
 def named_model(key: str, name: str, policy: PolicyConfig) -> ModelRequest:
-    """The settings that load a model folder, a hub name, an adapter folder, or the model of a run."""
+    """The settings that load a model folder, a hub name, an adapter folder, the model of a run, or a checkpoint."""
     folder = Path(name)
-    if is_run(folder):
+    if _has_settings(folder):
         return model_of_run(key, folder, load_config(str(folder / "config.yaml"), []).config.policy)
     plain = policy.model_copy(update={"model_name": name, "revision": None, "lora": Lora(), "weights": "float32"})
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
@@ -191,8 +191,17 @@ def named_model(key: str, name: str, policy: PolicyConfig) -> ModelRequest:
     return ModelRequest(name=name, key=key, policy=plain)
 
 
+def _has_settings(folder: Path) -> bool:
+    """Whether `folder` is a run or a checkpoint of one: both contain the configuration of the run."""
+    return is_run(folder) or is_checkpoint(folder)
+
+
 def model_of_run(key: str, run: Path, policy: PolicyConfig) -> ModelRequest:
-    """The settings that load RUN/model, which is a model or, without merging, an adapter."""
+    """The settings that load RUN/model, which is a model or, without merging, an adapter. Or those for a checkpoint's export."""
+    if is_checkpoint(run):
+        check_path(key, str(run))
+        changes = {"model_name": str(run), "revision": None, "weights": "float32", "lora": Lora()}
+        return ModelRequest(name=str(run), key=key, policy=policy.model_copy(update=changes))
     folder = run / "model"
     if not folder.is_dir():
         raise CheckpointError(

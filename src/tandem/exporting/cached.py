@@ -1,4 +1,4 @@
-"""Exports checkpoints to the cache, if the configuration names them as models.
+"""Exports checkpoints to the cache, if the configuration or a command names them as models.
 
 `model/files/source.py` finds the exports in the cache, so each checkpoint is exported only once.
 """
@@ -23,26 +23,31 @@ OF_THIS_PROCESS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_",
 
 
 def export_named_checkpoints(config: Config, say: Callable[[str], None]) -> None:
-    """Export each checkpoint that policy.model_name or reference.model names, unless its export is already in the cache.
+    """Export each checkpoint that policy.model_name or reference.model names, unless its export is already in the cache."""
+    for key, name in {"policy.model_name": config.policy.model_name, "reference.model": config.reference.model}.items():
+        if name is not None:
+            export_checkpoint(key, name, say)
+
+
+def export_checkpoint(key: str, name: str, say: Callable[[str], None]) -> None:
+    """Export `name` to the cache, if it is a checkpoint that is not there yet. key: what names it, for messages.
 
     A separate process exports the checkpoint, so that this process uses no memory for it, and the export waits for no other rank.
     """
-    named = {"policy.model_name": config.policy.model_name, "reference.model": config.reference.model}
-    for key, name in named.items():
-        if name is None or not is_checkpoint(Path(name)) or checkpoint_export(key, name).is_dir():
-            continue
-        check_cache_dir()
-        say(f"Exporting {name} to the cache ({key})")
-        merged = ["--merged"] if _has_adapters(Path(name)) else []
-        out = ["--out", str(checkpoint_export(key, name))]
-        command = [sys.executable, "-P", "-m", "tandem", "export", name, "--no-measure", "--quiet", *merged, *out]
-        environment = {
-            key: value for key, value in isolated_environment().items() if not key.startswith(OF_THIS_PROCESS)
-        }
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
-        if done.returncode:
-            said = done.stderr.strip().removeprefix("tandem: error: ").splitlines() or [f"exit code {done.returncode}"]
-            raise CheckpointError(f"{key} = {name}: this checkpoint cannot be exported: {said[0][:1000]}")
+    if not is_checkpoint(Path(name)) or checkpoint_export(key, name).is_dir():
+        return
+    check_cache_dir()
+    say(f"Exporting {name} to the cache ({key})")
+    merged = ["--merged"] if _has_adapters(Path(name)) else []
+    out = ["--out", str(checkpoint_export(key, name))]
+    command = [sys.executable, "-P", "-m", "tandem", "export", name, "--no-measure", "--quiet", *merged, *out]
+    environment = {
+        name: value for name, value in isolated_environment().items() if not name.startswith(OF_THIS_PROCESS)
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        said = done.stderr.strip().removeprefix("tandem: error: ").splitlines() or [f"exit code {done.returncode}"]
+        raise CheckpointError(f"{key} = {name}: this checkpoint cannot be exported: {said[0][:1000]}")
 
 
 def _has_adapters(place: Path) -> bool:

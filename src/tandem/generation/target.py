@@ -1,5 +1,9 @@
-"""Finds what MODEL|RUN names: a model folder, a hub name, the embedded model, or the model of a run. Does not import torch."""
+"""Finds what MODEL|RUN names: a model folder, a hub name, the embedded model, the model of a run, or one of its checkpoints.
 
+Does not import torch.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +16,9 @@ from tandem.config.yaml_text import YamlLimitError, read_yaml_text
 from tandem.data.text.template import Template, make_template
 from tandem.data.text.tokenizer import load_tokenizer
 from tandem.errors import ConfigError
+from tandem.exporting.cached import export_checkpoint
 from tandem.model.files.folder import read_json
-from tandem.model.files.source import ModelSource, find_source, weights_fingerprint
+from tandem.model.files.source import ModelSource, checkpoint_export, find_source, weights_fingerprint
 from tandem.storage.cache import content_of, fingerprint, is_checkpoint, is_export
 from tandem.terminal.commands import tandem_command
 
@@ -51,7 +56,10 @@ class FoundModel:
 
 
 def find_target(option: str, name: str) -> Target:
-    """Resolve MODEL|RUN. A run means the model in its folder `model`, with the chat template that it trained with."""
+    """Resolve MODEL|RUN. A run means the model in its folder `model`, with the chat template that it trained with.
+
+    A checkpoint means the model that `tandem export` writes from it; `open_target` exports it to the cache.
+    """
     folder = Path(name)
     if name == EMBEDDED or not folder.exists():
         _refuse_missing_folder(option, name)
@@ -61,10 +69,8 @@ def find_target(option: str, name: str) -> Target:
             f"{option} {name}: a file, not a folder. Give a model folder, a hub name, or a run directory."
         )
     if is_checkpoint(folder):
-        raise ConfigError(
-            f"{option} {name}: a checkpoint, not a model. Export it, and give the folder that is written: "
-            f"{tandem_command('export', name)}"
-        )
+        checkpoint_export(option, name)  # raises an error if it is damaged
+        return Target(name, name, tokenizer=_stored_tokenizer(folder))
     if (folder / "config.yaml").is_file() and not is_export(folder):
         return _run_target(option, name, folder)
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
@@ -77,8 +83,14 @@ def find_target(option: str, name: str) -> Target:
     return Target(name, name)
 
 
+def export_target(option: str, target: Target, say: Callable[[str], None]) -> None:
+    """Export a target that is a checkpoint to the cache, unless it is there already."""
+    export_checkpoint(option, target.model, say)
+
+
 def open_target(option: str, target: Target, chat_template: str | None = None) -> FoundModel:
     """Find and check the files of a model, and load its tokenizer. chat_template: a file, or none for raw text."""
+    export_target(option, target, lambda _: None)
     source = find_source(option, target.model, None)
     settings = target.tokenizer
     if chat_template is not None:

@@ -80,10 +80,11 @@ def test_a_missing_folder_and_a_file_are_refused(tmp_path, monkeypatch):
     assert message("file") == "MODEL file: a file, not a folder. Give a model folder, a hub name, or a run directory."
 
 
-def test_a_checkpoint_is_refused_with_the_command_that_exports_it(tmp_path):
+def test_a_checkpoint_is_a_target_and_a_damaged_one_is_refused(tmp_path):
     (tmp_path / "tensors").mkdir()
     (tmp_path / "state.json").touch()
     assert message(tmp_path) == (
-        f"MODEL {tmp_path}: a checkpoint, not a model. Export it, and give the folder that is written: "
-        f"{tandem_command('export', str(tmp_path))}"
+        f"MODEL = {tmp_path}: a damaged checkpoint: its manifest.json is missing. Give another checkpoint."
     )
+    (tmp_path / "manifest.json").touch()
+    assert find_target("MODEL", str(tmp_path)).model == str(tmp_path)
