@@ -79,7 +79,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         raise TandemError("give one argument, the name of the link to make: python examples/smollm2.py smollm2")
     link = Path(sys.argv[1])
     if link.exists() or link.is_symlink():

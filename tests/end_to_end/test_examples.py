@@ -68,8 +68,10 @@ def test_the_model_is_linked_under_the_given_name(smollm2, downloads, monkeypatc
     assert str(error.value) == f"{link} exists already. Remove it, or give another name."
 
 
-def test_without_a_name_the_command_asks_for_one(smollm2, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["smollm2.py"])
+@pytest.mark.parametrize("given", [[], ["--help"]])
+def test_without_a_name_the_command_asks_for_one(given, smollm2, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["smollm2.py", *given])
     with pytest.raises(TandemError) as error:
         smollm2.main()
     assert str(error.value) == "give one argument, the name of the link to make: python examples/smollm2.py smollm2"
