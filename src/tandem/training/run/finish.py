@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tandem.config.load import LoadedConfig
+from tandem.config.load import LoadedConfig, load_config
 from tandem.config.schema import Config
 from tandem.config.sections.datasets import DatasetFields
 from tandem.config.sections.section import EMBEDDED
@@ -27,12 +27,14 @@ from tandem.training.memory import GIB
 from tandem.training.metrics import PairTable
 from tandem.training.run.early_stopping import RestoredStep, is_exhausted, restore_best
 from tandem.training.start.build import Training
+from tandem.training.start.plan import suggested_batch_size
 from tandem.training.validation import ValidationReport, measure, validate
 
 REAL_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # small enough for any machine
 RUN_DIRECTORY_KEYS = ("run.dir", "checkpointing.checkpoint_dir")  # directories that belong to one run
 MODEL_KEYS = ("policy.revision", "policy.tokenizer.name", "policy.lora.adapter", "reference.model")
 BATCH_SIZE_KEY = "policy.train_global_batch_size"
+RATE_KEY = "policy.optimizer.kwargs.lr"
 
 
 def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, per_pair: Path | None) -> None:
@@ -176,7 +178,7 @@ def _suggest_next(t: Training, model: Path, loaded: LoadedConfig) -> None:
     else:
         others = ", then your own pairs (JSONL with prompt, chosen, rejected) as data.train"
         t.reporter.say(f"\nNext: a real model{'' if _has_own_pairs(loaded) else others}.")
-        t.reporter.command(with_real_model(loaded, t.run))
+        t.reporter.command(with_real_model(loaded, t.run, t.setup.plan.batches.num_pairs_of(0)))
 
 
 def using(model: Path, template: Template) -> str:
@@ -188,20 +190,28 @@ def using(model: Path, template: Template) -> str:
     )
 
 
-def with_real_model(loaded: LoadedConfig, run: Path) -> str:
-    """Return the command that repeats a run with a real model instead of the tiny embedded one, in another run directory."""
+def with_real_model(loaded: LoadedConfig, run: Path, num_pairs: int) -> str:
+    """Return the command that repeats a run with a real model instead of the tiny embedded one, in another run directory.
+
+    The learning rate is left at its default, and the batch size is the one suggested for `num_pairs` pairs: values that suit
+    the tiny random model do not suit a pretrained one.
+    """
     config, own = loaded.config, _has_own_pairs(loaded)
     is_resumed = loaded.file is not None and Path(loaded.file).resolve() == (run / "config.yaml").resolve()
     # A run's config.yaml contains the embedded default configuration, which is for the embedded model only.
     file = None if is_resumed and not own else loaded.file
-    given = [one for one in loaded.overrides if key_of(one) not in (*RUN_DIRECTORY_KEYS, *MODEL_KEYS)]
+    left_out = (*RUN_DIRECTORY_KEYS, *MODEL_KEYS, RATE_KEY)
+    given = [one for one in loaded.overrides if key_of(one) not in left_out]
     if file is not None:
         given += [override(key, None) for key in (*RUN_DIRECTORY_KEYS, *MODEL_KEYS) if _value(config, key) is not None]
     given = with_override(given, "policy.model_name", REAL_MODEL)
     if not own:
         given = with_override(given, "data.train.data_path", EMBEDDED)
-    if not own and file is None and BATCH_SIZE_KEY not in map(key_of, given):
-        given.append(f"{BATCH_SIZE_KEY}=16")  # the default batch would take most of the bundled pairs at once
+    if config.policy.packing.mode != "dataset":  # whose batches must be large enough for a pack
+        given = with_override(given, BATCH_SIZE_KEY, suggested_batch_size(num_pairs))
+    default_rate = _value(Config(), RATE_KEY)
+    if _value(load_config(file, given, loaded.sent_variables).config, RATE_KEY) != default_rate:  # set in the file
+        given = with_override(given, RATE_KEY, default_rate)
     return tandem_command("train", *(["--config", file, *loaded.options] if file else []), *given)
 
 
