@@ -92,7 +92,7 @@ def preflight(name: str, store: TokenStore | Selection, train: Preferences | Non
         longer_than=store.longer_than if is_read else {},
         notes=store.notes if is_read else {},
         noted_at=store.noted_at if is_read else {},
-        prompt_overlap=None if train is None else _prompt_overlap(store, train),
+        prompt_overlap=None if train is None else num_shared_prompts(store, train),
         ngram_overlap=None if train is None else _ngram_overlap(store, train),
     )
 
@@ -183,9 +183,18 @@ def _lengths(values: NDArray[np.integer]) -> Lengths:
     )
 
 
-def _prompt_overlap(store: Preferences, train: Preferences) -> int:
+def num_shared_prompts(store: Preferences, train: Preferences) -> int:
+    """Return how many of the first MAX_PREFERENCES preferences of `store` have a prompt that is also in `train`."""
     seen = {train[i].prompt.tobytes() for i in range(min(len(train), MAX_PREFERENCES))}
     return sum(store[i].prompt.tobytes() in seen for i in range(min(len(store), MAX_PREFERENCES)))
+
+
+def prompt_overlaps(sets: Sets) -> dict[str, float]:
+    """Return the share of the prompts of each validation set that are also in the training set, as a dict by split."""
+    return {
+        f"validation-{name}": num_shared_prompts(store, sets.train) / min(len(store), MAX_PREFERENCES)
+        for name, store in sets.validation.items()
+    }
 
 
 def _ngram_overlap(store: Preferences, train: Preferences) -> float | None:

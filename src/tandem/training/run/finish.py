@@ -1,7 +1,7 @@
 """Finishes a run: validates, saves, judges and exports the policy, and prints where everything is."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import reduce
 from pathlib import Path
@@ -13,6 +13,7 @@ from tandem.config.load import LoadedConfig, load_config
 from tandem.config.schema import Config
 from tandem.config.sections.datasets import DatasetFields
 from tandem.config.sections.section import EMBEDDED
+from tandem.data.preflight import prompt_overlaps
 from tandem.data.store.opening import is_prepared
 from tandem.data.store.selection import Preferences
 from tandem.data.text.template import QUESTION, Template
@@ -44,9 +45,10 @@ def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, pe
     """
     _report_memory(t)
     after = _validate_and_save_last(t)
-    verdicts = judge(t.metrics.records(), t.setup.config)
+    overlaps = prompt_overlaps(t.setup.plan.sets) if t.ranks.is_first else {}  # the first rank has the metrics
+    verdicts = judge(t.metrics.records(), t.setup.config, overlaps)
     if (stop := restore_best(t)) is not None:
-        verdicts = [stop.verdict, *_verdicts_on_export(verdicts, t, stop.exported_step)]
+        verdicts = [stop.verdict, *_verdicts_on_export(verdicts, t, stop.exported_step, overlaps)]
         after = [validate(t.policy, one, t.stopping.check) for one in t.validation_sets]
         t.show_on_page(after)
     text = json.dumps([asdict(one) for one in verdicts], indent=2)
@@ -73,14 +75,14 @@ def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, pe
         _suggest_next(t, model, loaded)
 
 
-def _verdicts_on_export(of_run: list[Verdict], t: Training, step: int) -> list[Verdict]:
+def _verdicts_on_export(of_run: list[Verdict], t: Training, step: int, overlaps: Mapping[str, float]) -> list[Verdict]:
     """Return verdicts on the exported step, which is before the last step.
 
     If the run diverged after the exported step, the verdict "diverged" is included. `of_run`: verdicts on the last step.
     """
     until = [record for record in t.metrics.records() if record["step"] <= step]
     later = [verdict for verdict in of_run if verdict.name == "diverged"]
-    return [*later, *(verdict for verdict in judge(until, t.setup.config) if verdict not in later)]
+    return [*later, *(verdict for verdict in judge(until, t.setup.config, overlaps) if verdict not in later)]
 
 
 def _report_memory(t: Training) -> None:
