@@ -298,7 +298,7 @@ def test_every_set_has_its_part_the_held_out_one_too(prepare, report):
     assert all(s["num_held_out"] + s["num_pairs"] == s["counts"]["accepted"] for s in (first, second, held))
     assert first["num_held_out"] + second["num_held_out"] == held["num_pairs"] == 5
     _, out, _ = prepare(*given)
-    (heading,) = [line for line in out.splitlines() if line.startswith("set ")]
+    heading = next(line for line in out.splitlines() if line.startswith("set "))
     assert heading.split()[:7] == ["set", "rows", "accepted", "bad", "filtered", "held", "out"]
     trained = first["num_pairs"]
     assert (
