@@ -1,9 +1,10 @@
 """Lists which settings fit which model on which GPU, by the estimate that `tandem train` makes before weights load.
 
     python benchmarks/fits.py            # print the tables
-    python benchmarks/fits.py --write    # write them into docs/choosing.md
+    python benchmarks/fits.py --write    # write them into docs/choosing.md and docs/memory.md
 
-Nothing is downloaded and no GPU is needed. The second table compares the estimate with measured peaks.
+Nothing is downloaded and no GPU is needed. The second table compares the estimate with measured peaks. The third one, on
+docs/memory.md, has what a model of 8 billion parameters needs, computed and measured.
 """
 
 import json
@@ -25,6 +26,7 @@ from tandem.training.memory import GIB, USABLE_SHARE, MemoryEstimate, auto_row_l
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/choosing.md"
+MEMORY_PAGE = ROOT / "docs/memory.md"
 MEASURED = ROOT / "benchmarks/results/versus_trl.jsonl"
 CARDS = (24, 48, 80, 141)  # GB of 10^9 bytes
 GPU = torch.device("cuda")
@@ -68,6 +70,22 @@ OF_MEASUREMENT = {
     "learning": {},
     "bfloat16": {"weights": "bfloat16_stochastic", "optimizer": {"state_dtype": "bfloat16"}},
 }
+
+
+# Settings of a model of 8 billion parameters: keys, bytes per parameter, settings, tokens per row, the --settings of the
+# measurement.
+EIGHT_BILLION = (
+    ("", "16 and 2", {}, 2048, None),
+    (
+        "`policy.weights=bfloat16_stochastic policy.optimizer.state_dtype=bfloat16`",
+        "10",
+        OF_MEASUREMENT["bfloat16"],
+        8192,
+        "bfloat16",
+    ),
+    ("`policy.weights=bfloat16_stochastic policy.optimizer.state_dtype=int8`", "8", SMALL, 8192, None),
+    ("`policy.lora.enabled=true`", "2 frozen", LORA, 8192, None),
+)
 
 
 @cache
@@ -127,15 +145,33 @@ def compared() -> str:
     return "\n".join(rows)
 
 
+def eight_billion() -> str:
+    """What a model of 8 billion parameters needs, computed and, where it is in the committed results, measured."""
+    measured = {
+        one["options"].split("--settings ")[1].split()[0]: one["tandem"]["peak_gib"]
+        for one in map(json.loads, MEASURED.read_text(encoding="utf-8").splitlines())
+        if "llama3.1-8b" in one["options"]
+    }
+    rows = ["| keys | bytes per parameter | packs | computed GiB | measured GiB |", "|---|---|---|---|---|"]
+    for keys, size, settings, tokens, name in EIGHT_BILLION:
+        need, _ = need_of("llama3.1-8b", Settings("", settings))
+        computed = (need.fixed + need.temporary(tokens)) / GIB
+        found = "not measured" if name is None else f"{measured[name]}"
+        rows.append(f"| {keys or 'the defaults'} | {size} | {tokens:,} | {computed:.0f} | {found} |")
+    return "\n".join(rows)
+
+
 def main() -> None:
     parser = options_of(__doc__)
-    parser.add_argument("--write", action="store_true", help="write the tables into docs/choosing.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into the pages")
     o = parser.parse_args()
     if not o.write:
-        print(f"{fits()}\n\n{compared()}")
+        print(f"{fits()}\n\n{compared()}\n\n{eight_billion()}")
         return
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(with_table(with_table(page, "fits", fits()), "estimate", compared()), encoding="utf-8")
+    page = MEMORY_PAGE.read_text(encoding="utf-8")
+    MEMORY_PAGE.write_text(with_table(page, "eight-billion", eight_billion()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -20,8 +20,10 @@ from tandem.config.sections.datasets import DatasetFields
 from tandem.config.sections.section import EMBEDDED
 from tandem.data.formats.row_columns import unread_in
 from tandem.data.preflight import warnings_about
-from tandem.data.store.opening import open_store
+from tandem.data.store.duplicates import without_duplicates
+from tandem.data.store.opening import check_usable_shares, open_store
 from tandem.data.store.token_store import TokenStore
+from tandem.data.store.writer import REPEATED, SWAPPED
 from tandem.data.text.template import make_template
 from tandem.data.text.tokenizer import load_tokenizer
 from tandem.data.text.tokens import TokenizedPreference
@@ -71,6 +73,8 @@ class Inspection:
     rows: int
     accepted: int
     left_out: dict[str, int]  # number of rows left out, by reason
+    stops: str | None  # the error about the rows of the file with which training would stop
+    duplicates: list[str]  # what training does with preferences that repeat or contradict another one
     note: str | None  # if the preference is over-long: how training handles it
     warnings: list[str]  # the warnings about the file that training prints
     tokenizer: str  # the name of the tokenizer
@@ -119,6 +123,8 @@ def inspect_data(data_path: str, config: Config, row: str | None) -> Inspection:
         rows=store.counts.rows,
         accepted=store.counts.accepted,
         left_out={**store.counts.bad, **store.counts.filtered},
+        stops=_why_training_stops(store, data_path, config),
+        duplicates=_duplicates(store, config.data.duplicates),
         note=note,
         warnings=list(warnings_about(data_path, store.notes, store.noted_at).values()),
         tokenizer=config.policy.tokenizer_name,
@@ -142,6 +148,12 @@ def show(inspection: Inspection, console: Console, *, positions: bool) -> None:
     usable = f"{i.accepted} of {i.rows} rows usable" + (f" ({left_out})" if left_out else "")
     summary = f"{i.place}: read as {i.format}, {i.format_reason}; {usable}"
     console.print(wrap(summary, console.width) if console.is_terminal else summary, markup=False)
+    if i.stops:
+        lines = ["Training stops at rows of this file:", *(f"  {line}" for line in i.stops.splitlines())]
+        for text in lines:
+            console.print(wrap(text, console.width) if console.is_terminal else text, markup=False, style="bold red")
+    for text in i.duplicates:
+        console.print(wrap(text, console.width) if console.is_terminal else text, markup=False)
     if i.note:
         console.print(wrap(i.note, console.width) if console.is_terminal else i.note, markup=False, style="bold red")
     for warning in i.warnings:
@@ -202,6 +214,32 @@ def _open(
     return open_store(
         path, keys, template, data, max_length or config.policy.max_total_sequence_length, check_shares=check_shares
     )
+
+
+def _why_training_stops(store: TokenStore, name: str, config: Config) -> str | None:
+    """Return the error about bad, filtered or duplicate rows with which `tandem train` would stop; None if it would not."""
+    try:
+        check_usable_shares(store, name, config.data)
+        if config.data.duplicates == "error":
+            without_duplicates({"train": store}, config.data)
+    except DataError as error:
+        return str(error)
+    return None
+
+
+def _duplicates(store: TokenStore, how: str) -> list[str]:
+    """Return lines about preferences that repeat another one, or that another one contradicts. `how`: data.duplicates."""
+    treatment = {
+        "keep": "They are trained on each time; data.duplicates=drop keeps the first.",
+        "drop": "data.duplicates=drop leaves them out of training.",
+        "error": "data.duplicates=error stops training.",
+    }[how]
+    advice = {REPEATED: treatment, SWAPPED: "Both are trained on: check which one is right."}
+    return [
+        f"{note.capitalize()}: {store.notes[note]:,}, the first at {store.noted_at[note]}. {text}"
+        for note, text in advice.items()
+        if store.notes.get(note)
+    ]
 
 
 def _keys(config: Config, data_path: str) -> DatasetFields:

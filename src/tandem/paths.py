@@ -54,8 +54,8 @@ def check_paths(config: Config) -> None:
 
 
 def check_models(config: Config) -> None:
-    check_path("policy.model_name", config.policy.model_name)
     refuse_revision(config.policy)
+    check_path("policy.model_name", config.policy.model_name, config.policy.revision)
     if config.reference.model is not None:
         check_path("reference.model", config.reference.model)
     for key, name in (

@@ -30,7 +30,7 @@ from tandem.report.reporter import Reporter
 from tandem.storage.cache import published, read_manifest, write_manifest
 from tandem.terminal.commands import key_of, override, tandem_command, with_override
 from tandem.training.start.machine import check_machine, this_device
-from tandem.training.start.plan import ENOUGH_STEPS
+from tandem.training.start.plan import suggested_batch_size
 from tandem.training.start.setup import Inputs, check_model, fit_to_machine, open_inputs
 from tandem.training.validation import portions
 
@@ -221,7 +221,7 @@ def training_arguments(loaded: LoadedConfig, found: Preflight, output: Path) -> 
     # Loaded again with these arguments, because the default batch size depends on the data.
     changed_config = load_config(loaded.file, arguments, loaded.sent_variables).config
     if found.num_pairs < changed_config.policy.train_global_batch_size:
-        arguments = with_override(arguments, "policy.train_global_batch_size", max(1, found.num_pairs // ENOUGH_STEPS))
+        arguments = with_override(arguments, "policy.train_global_batch_size", suggested_batch_size(found.num_pairs))
     return [*(["--config", loaded.file, *loaded.options] if loaded.file else []), *arguments]
 
 

@@ -174,10 +174,11 @@ def test_tables_of_the_benchmarks_page_match_the_committed_results(bench):
 
 
 @pytest.mark.slow
-def test_memory_tables_of_the_choosing_page_match_the_estimate(bench):
+def test_memory_tables_of_the_pages_match_the_estimate(bench):
     ended = bench("fits")
-    page = (ROOT / "docs/choosing.md").read_text()
-    for name, table in zip(("fits", "estimate"), ended.out.rstrip("\n").split("\n\n"), strict=True):
+    tables = (("fits", "choosing"), ("estimate", "choosing"), ("eight-billion", "memory"))
+    for (name, where), table in zip(tables, ended.out.rstrip("\n").split("\n\n"), strict=True):
+        page = (ROOT / f"docs/{where}.md").read_text()
         assert with_table(page, name, table) == page
 
 

@@ -105,6 +105,8 @@ def assert_same_but_for_the_model(loaded: LoadedConfig, command: str) -> None:
     before, after = loaded.config.model_dump(), reread(command).config.model_dump()
     assert after["policy"].pop("model_name") == REAL_MODEL
     assert before["policy"].pop("model_name") == "embedded"
+    assert after["policy"].pop("train_global_batch_size") == 2  # for 24 pairs
+    before["policy"].pop("train_global_batch_size")
     assert after["run"].pop("dir") is None
     before["run"].pop("dir")
     before["checkpointing"]["checkpoint_dir"] = None
@@ -121,7 +123,7 @@ def assert_same_but_for_the_model(loaded: LoadedConfig, command: str) -> None:
 )
 def test_the_suggested_run_of_a_real_model_keeps_the_settings(tmp_path, more):
     loaded = load_config(None, [own_pairs(tmp_path), *OWN_KEYS, *more])
-    assert_same_but_for_the_model(loaded, with_real_model(loaded, tmp_path / "run"))
+    assert_same_but_for_the_model(loaded, with_real_model(loaded, tmp_path / "run", 24))
 
 
 def test_the_suggested_run_uses_the_configuration_file_but_another_directory(tmp_path):
@@ -131,7 +133,7 @@ def test_the_suggested_run_uses_the_configuration_file_but_another_directory(tmp
         json.dumps({"run": {"dir": "x"}, "data": {"train": pairs}, "policy": {"tokenizer": {"chat_template": None}}})
     )
     loaded = load_config(str(file), ["dpo.max_num_steps=3"])
-    assert_same_but_for_the_model(loaded, with_real_model(loaded, tmp_path / "run"))
+    assert_same_but_for_the_model(loaded, with_real_model(loaded, tmp_path / "run", 24))
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -140,15 +142,30 @@ def test_the_suggested_run_of_a_real_model_omits_settings_of_the_embedded_defaul
     if resumed:
         (tmp_path / "config.yaml").write_text(loaded.as_yaml())
         loaded = load_config(f"{tmp_path}/config.yaml", ["dpo.max_num_steps=3", f"run.dir={tmp_path}"])
-    command = with_real_model(loaded, tmp_path)
+    command = with_real_model(loaded, tmp_path, 370)
     assert shlex.split(command)[-5:] == [
         "train",
         "dpo.max_num_steps=3",
         f"policy.model_name={REAL_MODEL}",
         "data.train.data_path=embedded",
-        "policy.train_global_batch_size=16",
+        "policy.train_global_batch_size=8",
     ]
-    assert reread(command).config.policy.optimizer.kwargs.lr < 1e-4
+    assert reread(command).config.policy.optimizer.kwargs.lr == 5e-6
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+def test_the_suggested_run_of_a_real_model_omits_a_learning_rate_and_batch_size_for_the_tiny_one(tmp_path, in_file):
+    toy = {"optimizer": {"kwargs": {"lr": 0.003}}, "train_global_batch_size": 2}
+    file = tmp_path / "toy.yaml"
+    file.write_text(json.dumps({"policy": toy}))
+    overrides = ["policy.optimizer.kwargs.lr=0.003", "policy.train_global_batch_size=2"]
+    loaded = (
+        load_config(str(file), [own_pairs(tmp_path)])
+        if in_file
+        else load_config(None, [own_pairs(tmp_path), *overrides])
+    )
+    policy = reread(with_real_model(loaded, tmp_path / "run", 600)).config.policy
+    assert (policy.optimizer.kwargs.lr, policy.train_global_batch_size) == (5e-6, 32)
 
 
 def hub_cache(folder: Path) -> Path:

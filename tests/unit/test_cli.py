@@ -205,6 +205,27 @@ def test_a_message_is_printed_before_torch_is_imported(tmp_path, arguments, out)
     assert (ended.returncode, ended.stdout) == (0, out), ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["eval", "no-such-model", "embedded"], "MODEL"),
+        (["eval", "embedded", "embedded", "--against", "no-such-model"], "--against"),
+        (["generate", "no-such-model", "--prompt", "Hi"], "MODEL"),
+        (["train", "policy.model_name=no-such-model", "data.train.data_path=embedded"], "policy.model_name"),
+    ],
+)
+def test_an_unknown_model_is_reported_before_torch_is_imported(tmp_path, arguments, key):
+    command = [sys.executable, "-c", UP_TO_TORCH, *arguments]
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (
+        2,
+        "",
+        f"tandem: error: {key} = no-such-model: there is no such folder here, the hub cannot be reached, and the cache holds no "
+        "copy from an earlier download. Check the path, or the name and the connection.\n",
+    )
+
+
 def test_inspect_does_not_import_torch_and_shows_the_same_tokens(tmp_path, monkeypatch, capsys):
     ended = tandem("inspect", "embedded", "--json", cwd=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "imported: numpy, transformers\n")

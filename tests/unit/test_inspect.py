@@ -125,6 +125,69 @@ def test_the_output_names_place_format_and_counts(file, capsys):
     assert "tokens, scored, preferred to completion 1" in said
 
 
+DIRTY = [
+    {"prompt": "Hi", "chosen": "Yes", "rejected": "No"},
+    {"prompt": "Hi", "chosen": "Yes", "rejected": "No"},
+    {"prompt": "Hi", "chosen": "No", "rejected": "Yes"},
+    *({"prompt": f"Well {i}?", "chosen": "a", "rejected": "b"} for i in range(9)),
+    {"prompt": "", "chosen": "a", "rejected": "b"},
+]
+
+
+@pytest.fixture
+def dirty(tmp_path):
+    path = tmp_path / "dirty.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in DIRTY))
+    return path
+
+
+def test_rows_that_stop_training_are_reported_with_the_error_of_training(dirty, capsys):
+    stops = (
+        f"{dirty}: 1 of 13 rows are malformed:\n"
+        "  empty prompt: 1\n"
+        f"    {dirty}:13: prompt is empty.\n"
+        "Fix them, or leave them out: data.on_bad_row=skip data.max_bad_share=0.08."
+    )
+    found = inspected(dirty)
+    assert found.stops == stops
+    show(found, Console(width=1000, highlight=False), positions=False)
+    indented = "".join(f"  {line}\n" for line in stops.splitlines())
+    assert f"Training stops at rows of this file:\n{indented}" in capsys.readouterr().out
+    skips = ("data.on_bad_row=skip", "data.max_bad_share=0.08")
+    assert inspected(dirty, None, *skips).stops is None
+    assert inspected(dirty, None, *skips, "data.duplicates=error").stops == (
+        f"{dirty}:2: the row has the same prompt and completions as {dirty}:1, which data.duplicates=error does not allow. "
+        "Remove the duplicate, or set data.duplicates=drop."
+    )
+
+
+def test_rows_that_are_only_left_out_do_not_stop_training(file):
+    assert inspected(file, None, "data.max_filtered_share=0.34").stops is None
+    assert inspected(file).stops == (
+        f"{file}: 1 of 3 rows were filtered, over data.max_filtered_share=0.1:\n"
+        "  empty completion: 1\n"
+        f"    {file}:2: a completion is empty.\n"
+        "Fix the file, or set data.max_filtered_share=0.34."
+    )
+
+
+def test_duplicates_are_reported_with_what_training_does(dirty, file, capsys):
+    repeats = f"Preferences that repeat an earlier one: 1, the first at {dirty}:2. "
+    kept = [
+        f"{repeats}They are trained on each time; data.duplicates=drop keeps the first.",
+        f"Preferences that another row has with chosen and rejected swapped: 3, the first at {dirty}:1. Both are trained on: "
+        "check which one is right.",
+    ]
+    found = inspected(dirty)
+    assert found.duplicates == kept
+    show(found, Console(width=1000, highlight=False), positions=False)
+    assert "\n".join(kept) in capsys.readouterr().out
+    assert inspected(dirty, None, "data.duplicates=drop").duplicates[0] == (
+        f"{repeats}data.duplicates=drop leaves them out of training."
+    )
+    assert inspected(file).duplicates == []
+
+
 def test_json_holds_every_token(file):
     assert json.loads(as_json(inspected(file)))["completions"][1][-1]["text"] == "<|im_end|>"
 

@@ -94,6 +94,28 @@ def test_the_file_tree_names_files_that_exist():
     assert missing == []
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/tutorial.md", "docs/quickstart.md"])
+def test_the_install_text_names_a_virtual_environment_and_the_size_of_torch(name):
+    text = (REPOSITORY / name).read_text(encoding="utf-8")
+    assert "python -m venv .venv && source .venv/bin/activate" in text
+    assert "several GB" in text
+
+
+def test_the_page_on_keys_says_at_which_rate_a_schedule_starts():
+    text = (REPOSITORY / "docs/keys.md").read_text(encoding="utf-8")
+    assert (
+        "With a warm-up, the first step has a learning rate of 0: it is measured, but does not change the weights"
+        in text
+    )
+
+
+@pytest.mark.parametrize(
+    "message", ["prompt is empty.", "prompt[0]: the user turn is empty.", "a completion is empty."]
+)
+def test_the_page_on_cleaning_has_the_messages_on_empty_texts(message):
+    assert f"`{message}`" in (REPOSITORY / "docs/data-cleaning.md").read_text(encoding="utf-8")
+
+
 def test_anchors_follow_github(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# One H200: training steps\n```\n# not a heading\n```\n## Rows: `policy.packing.pack_length`\n")

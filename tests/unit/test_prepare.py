@@ -294,7 +294,17 @@ def test_every_set_has_its_part_the_held_out_one_too(prepare, report):
         "by data.validation_share; 15 training preferences are left",
     )
     assert (held["prompt_overlap"], first["prompt_overlap"]) == (0, None)
+    # of each training set: accepted = held out + trained on
+    assert all(s["num_held_out"] + s["num_pairs"] == s["counts"]["accepted"] for s in (first, second, held))
+    assert first["num_held_out"] + second["num_held_out"] == held["num_pairs"] == 5
     _, out, _ = prepare(*given)
+    heading = next(line for line in out.splitlines() if line.startswith("set "))
+    assert heading.split()[:7] == ["set", "rows", "accepted", "bad", "filtered", "held", "out"]
+    trained = first["num_pairs"]
+    assert (
+        f"  train-0: {trained} of 10 preferences are trained on, the other {10 - trained} are held out; pairs and tokens are of "
+        "those trained on\n"
+    ) in out
     assert [line for line in out.splitlines() if line.endswith(": tokens")] == [
         "train-0: tokens",
         "train-1: tokens",

@@ -68,13 +68,18 @@ def prepare(
     output, nemo = (Path(folder) if folder else None for folder in (output_dir, to_nemo))
     lengths = _parse_lengths(pack_sizes)
     if from_nemo is not None:
-        if nemo is not None or lengths:
-            raise ConfigError(
-                "--from-nemo only converts packs to a dataset of pairs. Leave out --to-nemo and --pack-sizes."
-            )
+        _refuse_packing(nemo, lengths)
         _convert_packs(loaded, Path(from_nemo), output, verbosity)
     else:
         _prepare_sets(loaded, lengths, output=output, to_nemo=nemo, verbosity=verbosity, as_json=as_json)
+
+
+def _refuse_packing(to_nemo: Path | None, lengths: list[int]) -> None:
+    """Raise ConfigError if options that pack a dataset are given together with --from-nemo."""
+    if to_nemo is not None or lengths:
+        raise ConfigError(
+            "--from-nemo only converts packs to a dataset of pairs. Leave out --to-nemo and --pack-sizes."
+        )
 
 
 def _convert_packs(loaded: "LoadedConfig", file: Path, output: Path | None, verbosity: "Verbosity") -> None:

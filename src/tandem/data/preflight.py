@@ -38,7 +38,10 @@ class Preflight:
     format: str
     format_reason: str
     files: tuple[str, ...]  # the files that the set was read from
-    counts: Counts
+    counts: Counts  # of all rows of the set
+    num_held_out: (
+        int  # accepted preferences of a training set that are held out for validation; all that follows is without them
+    )
     num_pairs: int
     prompt_tokens: int
     completion_tokens: int
@@ -57,7 +60,10 @@ class Preflight:
 def preflights(sets: Sets) -> list[Preflight]:
     """Summarise every set of the configuration, and the part of the training data that is held out for validation, if any."""
     read = [
-        preflight(name, store, None if name.startswith("train") else sets.train) for name, store in sets.read.items()
+        preflight(name, store, trained=_trained_part(name, sets))
+        if name.startswith("train")
+        else preflight(name, store, sets.train)
+        for name, store in sets.read.items()
     ]
     repeats = _repeat_notes(sets)
     read = [replace(one, notes={**one.notes, **repeats.get(one.name, {})}) for one in read]
@@ -69,11 +75,28 @@ def preflights(sets: Sets) -> list[Preflight]:
     return read + held
 
 
-def preflight(name: str, store: TokenStore | Selection, train: Preferences | None = None) -> Preflight:
-    """Summarise one set. If `train` is given, also measure how much of the set is contained in `train`."""
-    prompt_tokens = int(store.num_prompt_tokens.sum())
-    completion_tokens = int(store.num_completion_tokens.sum())
-    repeated = int((store.num_prompt_tokens * store.num_completions).sum())
+def _trained_part(name: str, sets: Sets) -> Selection | None:
+    """Return the preferences of a training set that are not held out for validation. None: all of them, or not known."""
+    train, store = sets.train, sets.read[name]
+    if not isinstance(train, Selection) or name not in train.names:
+        return None
+    number = train.names.index(name)
+    of_set = train.rows[train.sources(np.arange(len(train))) == number]
+    start = sum(len(earlier) for earlier in train.stores[:number])
+    return None if len(of_set) in (0, len(store)) else Selection({name: store}, of_set - start)
+
+
+def preflight(
+    name: str, store: TokenStore | Selection, train: Preferences | None = None, *, trained: Selection | None = None
+) -> Preflight:
+    """Summarise one set. If `train` is given, also measure how much of the set is contained in `train`.
+
+    `trained`: the part of a training set that is not held out for validation; None: all of it.
+    """
+    part = store if trained is None else trained
+    prompt_tokens = int(part.num_prompt_tokens.sum())
+    completion_tokens = int(part.num_completion_tokens.sum())
+    repeated = int((part.num_prompt_tokens * part.num_completions).sum())
     is_read = isinstance(store, TokenStore)
     return Preflight(
         name=name,
@@ -81,18 +104,19 @@ def preflight(name: str, store: TokenStore | Selection, train: Preferences | Non
         format_reason=store.format_reason if is_read else _held_out_reason(train),
         files=tuple(store.files) if is_read else (),
         counts=store.counts if is_read else Counts(len(store), len(store), {}, {}),
-        num_pairs=int(store.num_pairs.sum()),
+        num_held_out=len(store) - len(part),
+        num_pairs=int(part.num_pairs.sum()),
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
-        longest=int(store.longest.max()),
+        longest=int(part.longest.max()),
         shared_saving=1 - (prompt_tokens + completion_tokens) / (repeated + completion_tokens),
-        prompt_lengths=_lengths(store.num_prompt_tokens),
-        completion_lengths=_lengths(store.completion_lengths),
-        whole_lengths=_lengths(store.longest),
+        prompt_lengths=_lengths(part.num_prompt_tokens),
+        completion_lengths=_lengths(part.completion_lengths),
+        whole_lengths=_lengths(part.longest),
         longer_than=store.longer_than if is_read else {},
         notes=store.notes if is_read else {},
         noted_at=store.noted_at if is_read else {},
-        prompt_overlap=None if train is None else _prompt_overlap(store, train),
+        prompt_overlap=None if train is None else num_shared_prompts(store, train),
         ngram_overlap=None if train is None else _ngram_overlap(store, train),
     )
 
@@ -183,9 +207,18 @@ def _lengths(values: NDArray[np.integer]) -> Lengths:
     )
 
 
-def _prompt_overlap(store: Preferences, train: Preferences) -> int:
+def num_shared_prompts(store: Preferences, train: Preferences) -> int:
+    """Return how many of the first MAX_PREFERENCES preferences of `store` have a prompt that is also in `train`."""
     seen = {train[i].prompt.tobytes() for i in range(min(len(train), MAX_PREFERENCES))}
     return sum(store[i].prompt.tobytes() in seen for i in range(min(len(store), MAX_PREFERENCES)))
+
+
+def prompt_overlaps(sets: Sets) -> dict[str, float]:
+    """Return the share of the prompts of each validation set that are also in the training set, as a dict by split."""
+    return {
+        f"validation-{name}": num_shared_prompts(store, sets.train) / min(len(store), MAX_PREFERENCES)
+        for name, store in sets.validation.items()
+    }
 
 
 def _ngram_overlap(store: Preferences, train: Preferences) -> float | None:

@@ -15,7 +15,7 @@ from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.config.sections.section import EMBEDDED
 from tandem.embedded.files import VALIDATION
 from tandem.errors import CheckpointError, ConfigError
-from tandem.model.files.source import check_path, refuse_missing
+from tandem.model.files.source import check_path
 from tandem.paths import check_data
 from tandem.report.per_pair import check_per_pair
 from tandem.storage.cache import is_checkpoint, is_run
@@ -185,8 +185,6 @@ def named_model(key: str, name: str, policy: PolicyConfig) -> ModelRequest:
         return ModelRequest(name=name, key=key, policy=plain.model_copy(update={"model_name": base, "lora": adapted}))
     if not folder.is_dir() and folder.exists():
         raise ConfigError(f"{key} = {name}: a file, not a model folder or a run. Give the folder.")
-    if name != EMBEDDED and not folder.is_dir():
-        refuse_missing(key, name)
     check_path(key, name)
     return ModelRequest(name=name, key=key, policy=plain)
 
@@ -225,7 +223,7 @@ def _reference_of_run(run: Path, config: Config) -> ModelRequest:
     if config.reference.model is not None:
         return named_model(key, config.reference.model, config.policy)
     name = config.policy.model_name
-    check_path(key, name)
+    check_path(key, name, config.policy.revision)
     policy = config.policy.model_copy(update={"weights": "float32"})
     if config.policy.lora.adapter is None and config.policy.lora.quantization is None:
         policy = policy.model_copy(update={"lora": Lora()})  # new adapters change nothing

@@ -14,6 +14,7 @@ from tandem.generation.prompts import prompts_from
 from tandem.generation.records import Answer, Engine, EngineSettings, Prompt, Request, Sampling
 from tandem.generation.render import Renderer, check_lengths
 from tandem.generation.target import FoundModel, Target, find_target, open_target
+from tandem.model.files.source import check_path
 
 MODEL, COMPARE = "MODEL", "--compare"  # how messages name the two models
 Progress = Callable[..., AbstractContextManager[Callable[..., None]]]
@@ -76,7 +77,13 @@ def name_models(model: str, compare: str | None, engine: EngineSettings) -> list
     given = [(MODEL, model)] if compare is None else [(MODEL, model), (COMPARE, compare)]
     if model == compare:
         raise ConfigError(f"--compare {compare}: the same as MODEL. Give another model.")
-    return [Named(option, name, None if engine.name == "http" else find_target(option, name)) for option, name in given]
+    models = [
+        Named(option, name, None if engine.name == "http" else find_target(option, name)) for option, name in given
+    ]
+    for one in models:
+        if one.target is not None and not Path(one.target.model).exists():  # on the hub, or nowhere
+            check_path(one.option, one.target.model)
+    return models
 
 
 def check_engine(engine: EngineSettings) -> None:

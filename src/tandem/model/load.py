@@ -29,12 +29,33 @@ def load_policy(
     The model is in evaluation mode, without dropout, noise or sampled experts, so training computes what the exported model
     computes.
     """
+    model, found = _read_weights(source, policy, device, dtype=dtype, quantization=quantization)
+    if quantization is None and source.key == "policy.model_name" and getattr(model, "is_quantized", False):
+        raise ConfigError(
+            f"{source.key} = {source.name}: its weights are quantised ({_quantization_method(source)}), so only its embeddings "
+            "and norms would be trained. Give the model that it was quantised from."
+        )
+    _refuse_missing_weights(source, model, found["missing_keys"])
+    chunk = policy.head_chunk_tokens
+    if chunk == "auto":
+        chunk = auto_head_chunk(source.vocabulary, device)
+    head = head_of(model, chunk=chunk)
+    packed = policy.packing.mode != "none"
+    loaded = Policy(model.eval(), packed=packed, attention=attention_kind(policy, device), head=head)
+    check_forward(loaded, source, device, longest=policy.max_total_sequence_length)
+    return loaded
+
+
+def _read_weights(
+    source: ModelSource, policy: PolicyConfig, device: torch.device, *, dtype: torch.dtype, quantization: Any
+) -> Any:
+    """Return transformers' model and its loading info. Raise ConfigError if the files cannot be loaded."""
     from safetensors import SafetensorError
 
     packed = policy.packing.mode != "none"
     try:
         with within_limits(source):
-            answer: Any = auto_class(source.config).from_pretrained(
+            return auto_class(source.config).from_pretrained(
                 str(source.folder),
                 output_loading_info=True,
                 config=source.config,
@@ -63,20 +84,6 @@ def load_policy(
             f"{source.key} = {source.name}: transformers cannot load it ({describe(error)}). Choose another model, or "
             "download it again."
         ) from error
-    model, found = answer
-    if quantization is None and source.key == "policy.model_name" and getattr(model, "is_quantized", False):
-        raise ConfigError(
-            f"{source.key} = {source.name}: its weights are quantised ({_quantization_method(source)}), so only its embeddings "
-            "and norms would be trained. Give the model that it was quantised from."
-        )
-    _refuse_missing_weights(source, model, found["missing_keys"])
-    chunk = policy.head_chunk_tokens
-    if chunk == "auto":
-        chunk = auto_head_chunk(source.vocabulary, device)
-    head = head_of(model, chunk=chunk)
-    loaded = Policy(model.eval(), packed=packed, attention=attention_kind(policy, device), head=head)
-    check_forward(loaded, source, device, longest=policy.max_total_sequence_length)
-    return loaded
 
 
 def _refuse_missing_weights(source: ModelSource, model: Any, missing: Iterable[str]) -> None:

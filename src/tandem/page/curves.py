@@ -21,6 +21,7 @@ WINDOWS = 25  # a smoothed point averages the steps of this fraction of the run
 NUM_COLOURS = 8
 # Where each verdict is shown: the chart that it speaks of.
 CHART_OF_VERDICT = {
+    "hardly_trained": "loss",
     "accuracy_flat": "accuracy",
     "accuracy_reversed": "accuracy",
     "chosen_falling": "rewards",

@@ -325,6 +325,8 @@ def _notes(one: Mapping[str, Any], run: Run) -> Markup:
     """How a set was read, what was skipped and noted, and its overlap with training."""
     name = str(one.get("name"))
     items = [f"read as {one.get('format')}, {one.get('format_reason')}"]
+    if held_out := number_in(one, "num_held_out"):
+        items.append(f"{int(held_out):,} preferences are held out; pairs, tokens and lengths are of those trained on")
     items += [f"skipped {count:,}: {reason}" for (split, reason), count in run.rejects.items() if split == name]
     noted = one.get("notes")
     items += (

@@ -24,7 +24,8 @@ def verdicts_of(run: Run) -> list[StoredVerdict]:
     try:
         config = Config.model_validate(stored_config(run.path) or {})
         records = [*run.steps, *(record for records in run.validations.values() for record in records)]
-        return [StoredVerdict(name=one.name, split=one.split, text=one.text) for one in judge(records, config)]
+        found = judge(records, config, has_ended=False)
+        return [StoredVerdict(name=one.name, split=one.split, text=one.text) for one in found]
     except (ValueError, KeyError, TypeError, ArithmeticError):  # a configuration or records that are damaged
         return []
 

@@ -166,10 +166,13 @@ class Reporter:
 
     def preflight(self, sets: Sequence[Preflight], rejects: Mapping[str, Path]) -> None:
         """Print a table of the sets, with notes and warnings. `rejects`: for each set, the file that lists its skipped rows."""
-        counted = ["rows", "accepted", "bad", "filtered", "pairs", "prompt tok", "compl. tok", "longest"]
+        holds_out = any(s.num_held_out for s in sets)
+        held_out = ["held out"] if holds_out else []
+        counted = ["rows", "accepted", "bad", "filtered", *held_out, "pairs", "prompt tok", "compl. tok", "longest"]
         rows = []
         for s in sets:
             left_out = [sum(s.counts.bad.values()), sum(s.counts.filtered.values())]
+            left_out += [s.num_held_out] if holds_out else []
             numbers = [s.counts.rows, s.counts.accepted, *left_out, s.num_pairs, s.prompt_tokens, s.completion_tokens]
             rows.append([s.name, *(f"{n:,}" for n in [*numbers, s.longest]), f"{s.shared_saving:.0%}"])
         self._table("Data", ["set", *counted, "sharing can save"], rows)
@@ -179,6 +182,12 @@ class Reporter:
             if len(s.files) > 1:
                 more = ", ..." if len(s.files) > SHOWN_FILES else ""
                 self.say(f"  {s.name}: {len(s.files)} files: {', '.join(s.files[:SHOWN_FILES])}{more}")
+            if s.num_held_out:
+                num_trained = s.counts.accepted - s.num_held_out
+                self.say(
+                    f"  {s.name}: {num_trained:,} of {s.counts.accepted:,} preferences are trained on, the other "
+                    f"{s.num_held_out:,} are held out; pairs and tokens are of those trained on"
+                )
             skipped = s.counts.bad | s.counts.filtered
             for reason, count in skipped.items():
                 self.say(f"  {s.name}: skipped {count:,}: {reason}")

@@ -3,15 +3,15 @@
 Each verdict describes a problem, with numbers and advice, or says that no problem was found.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, sqrt
+from math import hypot, isfinite, sqrt
 
 from tandem.config.losses import is_dpo, lowers_chosen, needs_scores, supports
 from tandem.config.schema import Config
-from tandem.training.checkpoint.ranking import Record, measured_on
+from tandem.report.history import LOSS_ERROR, History, is_complete, on_last_pairs, quarter_means
+from tandem.training.checkpoint.ranking import Record
 
-NUM_PARTS = 4  # training is judged by the means of its quarters, because a single step has too few pairs
 STANDARD_ERRORS = 2.0  # an accuracy that differs from the start by this many is significant
 MOST_PAIRS = 0.5  # share of pairs
 # Change of a mean reward that is not noise, for summed log-probabilities; divided by the length for rewards per token.
@@ -23,15 +23,14 @@ FAST_GROWTH = 1.5  # ratio of the distance at the end to the distance half-way
 EARLY_SHARE = 0.6  # of the steps: a best loss before this was long ago
 WORSE_SHARE = 0.02  # a loss is worse if it exceeds the lowest loss by this share
 LEAST_WORSE = 1e-3  # and by at least this much, for losses close to 0
+FEWEST_STEPS = 20  # with fewer, the quarters of training are too short to compare, and a result says little
+WARM_SHARE = 0.5  # of policy.optimizer.kwargs.lr: a schedule that never gets there has not left its warm-up
+MUCH_OVERLAP = 0.1  # share of the prompts of a validation set that are also in the training set
 ABSURD_MARGIN = 1000.0  # of rewards: losses that saturate do so below 100
 ABSURD_NATS = 25.0  # per token of the chosen completions: guessing among 262,144 tokens costs 12.5
 
-# Metrics that verdicts read from every record.
-NEEDED_METRICS = (
-    *("num_pairs", "loss", "accuracy", "rewards_margin_mean", "rewards_chosen_mean"),
-    *("logps_chosen_mean", "tokens_chosen_mean"),
-)
 SMALLER_RATE = "try a smaller policy.optimizer.kwargs.lr"
+TOO_FEW_PAIRS = "too few pairs to judge accuracy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,67 +42,36 @@ class Verdict:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class History:
-    """The metrics of one set over a run, with the records of all training steps and the configuration."""
-
-    split: str
-    records: Sequence[Record]  # measured on the same pairs, in order of steps
-    training: Sequence[Record]  # every training step
-    config: Config
-
-    @property
-    def first(self) -> Record:
-        return self.records[0]
-
-    @property
-    def last(self) -> Record:
-        return self.records[-1]
-
-    @property
-    def start(self) -> Record | None:
-        """The metrics from before the first step; None if they were not measured."""
-        return self.first if self.first["step"] == 0 and len(self.records) > 1 else None
-
-    @property
-    def starts_at_reference(self) -> bool:
-        """Whether policy and reference are equal before the first step.
-
-        Every pair is then a tie, so accuracy starts at one half.
-        """
-        return "kl_per_token" in self.last and self.config.reference.model is None
-
-
-def judge(records: Sequence[Record], config: Config) -> list[Verdict]:
+def judge(
+    records: Sequence[Record],
+    config: Config,
+    overlaps: Mapping[str, float] | None = None,
+    *,
+    has_ended: bool = True,
+) -> list[Verdict]:
     """Return verdicts on every validation set.
 
-    If no validation set was measured during training, return verdicts on the training set.
+    If no validation set was measured during training, return verdicts on the training set. `overlaps`: for each validation set,
+    the share of its prompts that are also in the training set, where it is known. `has_ended`: whether the run has no steps left;
+    of a run that has, it is not reported that it trained too little.
     """
     splits: dict[str, list[Record]] = {}
-    for record in filter(_is_complete, records):
+    for record in filter(is_complete, records):
         splits.setdefault(record["split"], []).append(record)
     training = splits.get("train", [])
     measured = {
-        split: _on_last_pairs(lines)
+        split: on_last_pairs(lines)
         for split, lines in splits.items()
         if split.startswith("validation-") and lines[-1]["step"] > 0
     }
     if not measured and training:
-        measured = {"train": _quarter_means(training)}
-    histories = [History(split, lines, training, config) for split, lines in measured.items()]
+        measured = {"train": quarter_means(training)}
+    shares = overlaps or {}
+    histories = [
+        History(split, lines, training, config, has_ended=has_ended, overlap=shares.get(split, 0.0))
+        for split, lines in measured.items()
+    ]
     return [verdict for history in histories for verdict in _judge(history)]
-
-
-def _is_complete(record: Record) -> bool:
-    """Return whether a record has all metrics that verdicts need. A record that was damaged on disk may lack some."""
-    has_all = all(isinstance(record.get(name), int | float) for name in NEEDED_METRICS)
-    is_trained = record["split"] != "train" or record["step"] > 0
-    return has_all and is_trained and record["num_pairs"] > 0 and record["tokens_chosen_mean"] > 0
-
-
-def _on_last_pairs(lines: Sequence[Record]) -> list[Record]:
-    """Return the records that were measured on the same pairs as the last record. A set may change when a run is resumed."""
-    return [record for record in lines if measured_on(record) == measured_on(lines[-1])]
 
 
 def _judge(history: History) -> Iterator[Verdict]:
@@ -111,22 +79,15 @@ def _judge(history: History) -> Iterator[Verdict]:
         # Other problems of such a run have the same cause.
         yield Verdict("diverged", history.split, text)
         return
+    if (text := _untrained(history)) is not None:
+        yield Verdict("hardly_trained", history.split, text)
+        return
     found = [Verdict(name, history.split, text) for name, rule in RULES.items() if (text := rule(history)) is not None]
+    # Other verdicts say what to change about a loss that hardly moved, except the one on too few pairs.
+    only_few = all(verdict.text.startswith(TOO_FEW_PAIRS) for verdict in found)
+    if history.has_ended and only_few and (text := _hardly_moved(history)):
+        found.append(Verdict("hardly_trained", history.split, text))
     yield from found or [Verdict("sound", history.split, _sound(history))]
-
-
-def _quarter_means(records: Sequence[Record]) -> list[Record]:
-    """Divide the records of training steps into quarters, and return the mean of each quarter. Every pair has the same weight."""
-    size = -(-len(records) // NUM_PARTS)
-    return [_mean(records[start : start + size]) for start in range(0, len(records), size)]
-
-
-def _mean(records: Sequence[Record]) -> Record:
-    """Return the mean over `records` of each metric that all of them have. Each record is weighted by its number of pairs."""
-    pairs = sum(record["num_pairs"] for record in records)
-    shared = [name for name in records[0] if all(isinstance(r.get(name), int | float) for r in records)]
-    means = {name: sum(r[name] * r["num_pairs"] for r in records) / pairs for name in shared}
-    return {**means, "step": records[-1]["step"], "num_pairs": pairs}
 
 
 def _diverged(history: History) -> str | None:
@@ -178,16 +139,16 @@ def _accuracy_flat(history: History) -> str | None:
     if guess + error > 1:
         pairs = f"{last['num_pairs']:,} pair{'s' if last['num_pairs'] > 1 else ''}"
         return (
-            f"too few pairs to judge accuracy: {last['accuracy']:.3f} on {pairs} is not significantly different from "
+            f"{TOO_FEW_PAIRS}: {last['accuracy']:.3f} on {pairs} is not significantly different from "
             f"{guess:.3f}. Validate on more pairs."
         )
     far = last.get("kl_per_token", 0.0) if history.starts_at_reference else 0.0
     if far > FAR_NATS:
         advice = f"The policy still moved {far:.2f} nats per token away from the reference: {SMALLER_RATE}."
     else:
-        has_risen = _is_above(last["loss"], min(record["loss"] for record in history.records))
+        lowest = min(history.records, key=lambda record: record["loss"])
         longer = "Train longer or with a larger policy.optimizer.kwargs.lr"
-        what = f"The loss has risen: {SMALLER_RATE}" if has_risen else longer
+        what = f"The loss has risen: {SMALLER_RATE}" if _has_risen(history, lowest) else longer
         advice = f"{what}; if that does not help, read the pairs that --per-pair FILE writes."
     return (
         f"accuracy is flat: {last['accuracy']:.3f} on {last['num_pairs']:,} pairs is not significantly different from "
@@ -211,7 +172,7 @@ def _label_hint(history: History, guess: float) -> str:
     """Return text that says whether swapped labels may be the cause of low accuracy. Advice on other causes follows the text."""
     if history.split == "train":
         return "These are the training pairs, so swapped labels are not the cause: "
-    trained = _quarter_means(history.training)[-1]["accuracy"] if history.training else None
+    trained = quarter_means(history.training)[-1]["accuracy"] if history.training else None
     if trained is not None and trained <= guess:
         return f"On the training pairs it is {trained:.3f}, so swapped labels are not the cause: "
     return (
@@ -287,6 +248,21 @@ def _is_above(loss: float, lowest: float) -> bool:
     return loss - lowest >= max(WORSE_SHARE * abs(lowest), LEAST_WORSE)
 
 
+def _has_risen(history: History, lowest: Record) -> bool:
+    """Return whether the last loss is above the loss of an earlier record by more than noise.
+
+    A validation set is measured on the same pairs each time. The parts of training have different pairs, so there the rise must
+    also exceed two standard errors, and a run of fewer than FEWEST_STEPS steps is not judged.
+    """
+    last = history.last
+    if not _is_above(last["loss"], lowest["loss"]):
+        return False
+    if LOSS_ERROR not in last:
+        return True
+    error = hypot(last[LOSS_ERROR], lowest[LOSS_ERROR])
+    return history.num_steps >= FEWEST_STEPS and last["loss"] - lowest["loss"] >= STANDARD_ERRORS * error
+
+
 def _best(history: History) -> Record:
     """Return the record with the lowest loss, except the record from before the first step."""
     return min((record for record in history.records if record["step"] > 0), key=lambda record: record["loss"])
@@ -308,7 +284,7 @@ def _best_long_ago(history: History) -> str | None:
     start, last, best = history.start, history.last, _best(history)
     if start is not None and start["loss"] <= best["loss"]:
         return None  # training never improved the loss, so no improvement was lost
-    if best["step"] > EARLY_SHARE * last["step"] or not _is_above(last["loss"], best["loss"]):
+    if best["step"] > EARLY_SHARE * last["step"] or not _has_risen(history, best):
         return None
     return (
         f"the loss has been rising: it was lowest at step {best['step']} ({best['loss']:.4f}) and is {last['loss']:.4f} at step "
@@ -316,17 +292,83 @@ def _best_long_ago(history: History) -> str | None:
     )
 
 
+def _rates(history: History) -> list[float]:
+    """Return the learning rate of every step of which it is known."""
+    return [record["lr"] for record in history.training if isinstance(record.get("lr"), int | float)]
+
+
+def _untrained(history: History) -> str | None:
+    if max(_rates(history), default=1.0) > 0 or not history.has_ended:
+        return None
+    return (
+        f"nothing was trained: the learning rate was 0 in all of {_steps(history)}. Train for more steps (a schedule with "
+        "warm-up starts at 0), or change policy.scheduler."
+    )
+
+
+def _hardly_trained(history: History) -> str | None:
+    rate = history.config.policy.optimizer.kwargs.lr
+    rates = _rates(history)
+    if not history.has_ended:
+        return None
+    if rates and max(rates) < WARM_SHARE * rate:
+        return (
+            f"hardly anything was trained: in {_steps(history)} the learning rate never left its warm-up ({max(rates):.3g} at "
+            f"most, of {rate:g}). Train for more steps (dpo.max_num_epochs, or a smaller batch), or shorten the warm-up "
+            "(policy.scheduler)."
+        )
+    if history.split == "train" and history.num_steps == 1:
+        return (
+            "the trained model was not measured: the only step is measured before its update. Train for more steps, and set "
+            "data.validation_share."
+        )
+    return None
+
+
+def _steps(history: History) -> str:
+    return "1 step" if history.num_steps == 1 else f"{history.num_steps} steps"
+
+
+def _hardly_moved(history: History) -> str | None:
+    """Return text that says that the loss is about the same as before training, or None."""
+    before = history.start or (history.training[0] if history.starts_at_reference and history.training else None)
+    last = history.last
+    # without the SFT loss, which differs from batch to batch
+    name = "preference_loss" if before and "preference_loss" in before and "preference_loss" in last else "loss"
+    if before is None or abs(last[name] - before[name]) >= max(WORSE_SHARE * abs(before[name]), LEAST_WORSE):
+        return None
+    return (
+        f"hardly anything was trained: in {_steps(history)} the loss went from {before[name]:.4f} to {last[name]:.4f}, and the "
+        f"margin from {before['rewards_margin_mean']:.3f} to {last['rewards_margin_mean']:.3f}. Train for more steps, or with a "
+        f"larger policy.optimizer.kwargs.lr (now {history.config.policy.optimizer.kwargs.lr:g})."
+    )
+
+
+def _validation_overlap(history: History) -> str | None:
+    if history.overlap < MUCH_OVERLAP:
+        return None
+    return (
+        f"the result is not on new data: {history.overlap:.0%} of the prompts of this set are in the training set too. Remove "
+        "them from one of the two, or hold out pairs with data.validation_share."
+    )
+
+
 def _sound(history: History) -> str:
     first, last = history.first, history.last
+    few = ""
+    if history.training and history.has_ended and history.num_steps < FEWEST_STEPS:
+        few = f" It is the result of only {_steps(history)}: train for {FEWEST_STEPS} or more before you rely on it."
     if first is last:
-        return f"no problems found: accuracy {last['accuracy']:.2f}, margin {last['rewards_margin_mean']:.3f}."
+        return f"no problems found: accuracy {last['accuracy']:.2f}, margin {last['rewards_margin_mean']:.3f}.{few}"
     return (
         f"no problems found: accuracy {first['accuracy']:.2f} -> {last['accuracy']:.2f}, margin "
-        f"{first['rewards_margin_mean']:.3f} -> {last['rewards_margin_mean']:.3f}."
+        f"{first['rewards_margin_mean']:.3f} -> {last['rewards_margin_mean']:.3f}.{few}"
     )
 
 
 RULES: dict[str, Callable[[History], str | None]] = {
+    "hardly_trained": _hardly_trained,
+    "validation_overlap": _validation_overlap,
     "accuracy_flat": _accuracy_flat,
     "accuracy_reversed": _accuracy_reversed,
     "chosen_falling": _chosen_falling,

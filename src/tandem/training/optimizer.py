@@ -100,13 +100,13 @@ def _num_steps_of(ratio: float, num_steps: int) -> int:
 
 
 def schedule_in_words(policy: PolicyConfig, num_steps: int) -> str:
-    """Describe the schedule, for example "cosine: warm-up over 1 of 10 steps, then down to 0.1 of the rate"."""
+    """Describe the schedule, for example "cosine: warm-up from 0 over 1 of 10 steps, then down to 0.1 of the rate"."""
     given = policy.scheduler
     if given is None:
         return "constant"
     if isinstance(given, NamedSchedule):
         warmup = _num_steps_of(given.warmup_ratio, num_steps)
-        parts = [f"warm-up over {warmup} of {num_steps} steps"] if warmup else []
+        parts = [f"warm-up from 0 over {warmup} of {num_steps} steps"] if warmup else []
         if not isinstance(given, ConstantSchedule):
             over = ""
             if isinstance(given, WsdSchedule):

@@ -41,9 +41,15 @@ NEAR = {"response1": "response2", "response2": "response1", "response_j": "respo
 def test_each_missing_key_of_a_format_is_reported_by_name(name, key):
     source = row({other: value for other, value in GOOD[name].items() if other != key})
     hint = f" Did you mean {NEAR[key]}?" if key in NEAR else ""
-    renamed = key in ("prompt", "chosen", "rejected")
-    way_out = f"Set data.train.{key}_key to another key." if renamed else OTHERWISE
-    message = f"no key {key}.{hint} Keys found: {', '.join(source.value)}. {way_out}"
+    usual = ("prompt", "chosen", "rejected")
+    others = [other for other in source.value if other not in usual]
+    found = [*others, *(other for other in source.value if other in usual)] if key in usual else source.value
+    way_out = f"Add {key} to the row."
+    if others:
+        way_out = f"Set data.train.{key}_key to the key that has it, such as {others[0]}."
+    if key not in usual:
+        way_out = OTHERWISE
+    message = f"no key {key}.{hint} Keys found: {', '.join(found)}. {way_out}"
     assert refusal(FORMATS[name].read, source) == ("bad", "missing key", message)
 
 

@@ -63,15 +63,15 @@ def test_a_missing_key_is_reported_with_the_nearest_and_with_those_found():
     assert refusal(binary, source) == (
         "bad",
         "missing key",
-        "no key chosen. Did you mean choosen? Keys found: prompt, choosen, rejected. Set data.train.chosen_key to "
-        "another key.",
+        "no key chosen. Did you mean choosen? Keys found: choosen, prompt, rejected. Set data.train.chosen_key to "
+        "the key that has it, such as choosen.",
     )
 
 
 def test_a_key_with_other_capital_letters_is_suggested():
     source = row({"prompt": "Hi", "Chosen": "yes", "rejected": "no"})
     assert refusal(binary, source)[2].startswith(
-        "no key chosen. Did you mean Chosen? Keys found: prompt, Chosen, rejected."
+        "no key chosen. Did you mean Chosen? Keys found: Chosen, prompt, rejected."
     )
 
 
@@ -79,8 +79,33 @@ def test_an_empty_object_has_no_keys():
     assert refusal(binary, row({})) == (
         "bad",
         "missing key",
-        "no key prompt. Keys found: none. Set data.train.prompt_key to another key.",
+        "no key prompt. Keys found: none. Add prompt to the row.",
     )
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            ["id", "instruction", "chosen", "question", "rejected"],
+            "no key prompt. Keys found: question, instruction, id, chosen, rejected. Set data.train.prompt_key to the key that "
+            "has it, such as question.",
+        ),
+        (
+            ["id", "prompts", "chosen", "rejected"],
+            "no key prompt. Did you mean prompts? Keys found: prompts, id, chosen, rejected. Set data.train.prompt_key to the "
+            "key that has it, such as prompts.",
+        ),
+        (
+            ["prompt", "id", "worse", "better"],
+            "no key chosen. Keys found: better, id, worse, prompt. Set data.train.chosen_key to the key that has it, such as "
+            "better.",
+        ),
+        (["prompt", "chosen"], "no key rejected. Keys found: prompt, chosen. Add rejected to the row."),
+    ],
+)
+def test_a_missing_key_is_reported_with_the_keys_of_the_row_the_most_plausible_first(keys, message):
+    assert refusal(binary, row(dict.fromkeys(keys, "text"))) == ("bad", "missing key", message)
 
 
 def test_a_missing_key_without_a_setting_suggests_another_format():

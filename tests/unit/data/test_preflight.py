@@ -44,6 +44,7 @@ def test_prompts_that_are_also_in_the_training_set_are_counted(store_of):
     train = store_of("t", ("hi", "yes", "no"), ("what", "y", "n"))
     validation = store_of("v", ("hi", "x", "z"), ("hi", "q", "r"), ("wha", "y", "n"))
     assert preflight("v", validation, train).prompt_overlap == 2
+    assert preflight("v", validation, train).num_held_out == 0
 
 
 def test_the_share_of_completion_runs_of_eight_tokens_in_the_training_set(store_of):

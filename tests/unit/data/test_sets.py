@@ -323,12 +323,13 @@ def test_messages_about_a_set_name_the_keys_of_that_set(here):
         ("data.validation=odd.jsonl", "data.validation"),
         ("data.val_data_paths.w=odd.jsonl", "data.val_data_paths.w"),
     ):
-        with pytest.raises(DataError, match=rf"{key}\.rejected_key to another key"):
+        with pytest.raises(DataError, match=rf"{key}\.rejected_key to the key that has it, such as rejecte\."):
             opened("data.train=a.jsonl", given)
     with pytest.raises(DataError) as caught:
         opened("data.train=[a.jsonl,odd.jsonl]")
     assert str(caught.value).endswith(
-        "data.train[1].rejected_key to another key.\nIn a list, write a set with settings as {data_path: FILE, KEY: VALUE}."
+        "data.train[1].rejected_key to the key that has it, such as rejecte.\n"
+        "In a list, write a set with settings as {data_path: FILE, KEY: VALUE}."
     )
 
 
@@ -360,7 +361,7 @@ def test_errors_of_all_sets_are_reported_together(here):
     with pytest.raises(DataError) as caught:
         opened("data.train=[odd.jsonl,a.jsonl]", "data.validation=empty.jsonl", "data.val_data_paths.w=gone.jsonl")
     odd, empty, gone = str(caught.value).split("\n\n")
-    assert "data.train[0].rejected_key to another key." in odd
+    assert "data.train[0].rejected_key to the key that has it, such as rejecte." in odd
     assert odd.startswith("train-0: odd.jsonl: none of 1 rows can be read:")
     assert (
         empty

@@ -341,6 +341,28 @@ def test_skipping_stops_beyond_the_share_of_bad_rows_and_not_at_it(source):
     )
 
 
+def test_an_empty_prompt_stops_the_run_and_an_empty_completion_is_left_out(source):
+    keys = DatasetFields(dataset_name="BinaryPreferenceDataset")
+    messages = pair() | {"prompt": [{"role": "user", "content": " "}]}
+    write(source, pair(prompt=""), messages, pair(), pair("so"))
+    assert refusal(source, Data(), keys=keys) == (
+        f"{source}: 2 of 4 rows are malformed:\n"
+        "  empty prompt: 2\n"
+        f"    {source}:1: prompt is empty.\n"
+        f"    {source}:2: prompt[0]: the user turn is empty.\n"
+        "Fix them, or leave them out: data.on_bad_row=skip data.max_bad_share=0.5."
+    )
+    write(source, pair(chosen=""), pair(), pair("so"))
+    store = opened(source, Data(max_filtered_share=0.5))
+    assert (store.counts.bad, store.counts.filtered) == ({}, {"empty completion": 1})
+    assert refusal(source, Data()) == (
+        f"{source}: 1 of 3 rows were filtered, over data.max_filtered_share=0.1:\n"
+        "  empty completion: 1\n"
+        f"    {source}:1: a completion is empty.\n"
+        "Fix the file, or set data.max_filtered_share=0.34."
+    )
+
+
 def test_over_long_preferences_stop_the_run_where_asked_to(source):
     write(source, pair(), pair("what a question"))
     assert len(opened(source, Data(max_filtered_share=0.5), max_length=8)) == 1

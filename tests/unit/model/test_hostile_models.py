@@ -389,15 +389,21 @@ def test_a_configuration_that_replaces_layers_is_refused(folder):
     )
 
 
-@pytest.mark.parametrize("given", [5, "fp8", ["a"], {"quant_method": 5}])
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        *((given, "which is not a mapping with a quant_method") for given in (5, "fp8", ["a"])),
+        ({"quant_method": 5}, "whose quant_method is not a text"),
+    ],
+)
 @pytest.mark.parametrize("inner", [True, False])
-def test_a_quantisation_without_a_method_is_refused(folder, given, inner):
+def test_a_quantisation_without_a_valid_method_is_refused(folder, given, problem, inner):
     rewrite_config(
         folder, **{"text_config": {"quantization_config": given}} if inner else {"quantization_config": given}
     )
     assert refusal(folder) == (
-        f"policy.model_name = {folder}: {folder}/config.json has quantization_config = {json.dumps(given)}, which has no "
-        "quant_method. Download the model again, or choose another."
+        f"policy.model_name = {folder}: {folder}/config.json has quantization_config = {json.dumps(given)}, {problem}. "
+        "Download the model again, or choose another."
     )
 
 

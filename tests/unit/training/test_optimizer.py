@@ -104,14 +104,14 @@ def test_the_highest_rate_is_known_however_long_the_warm_up_is():
     [
         (
             "{name: cosine, warmup_ratio: 0.1, min_lr_ratio: 0.1}",
-            "cosine: warm-up over 1 of 10 steps, then down to 0.1 of the rate",
+            "cosine: warm-up from 0 over 1 of 10 steps, then down to 0.1 of the rate",
         ),
         ("{name: linear}", "linear: down to 0 of the rate"),
         ("{name: constant}", "constant"),
-        ("{name: constant, warmup_ratio: 0.25}", "constant: warm-up over 3 of 10 steps"),
+        ("{name: constant, warmup_ratio: 0.25}", "constant: warm-up from 0 over 3 of 10 steps"),
         (
             "{name: wsd, warmup_ratio: 0.2, decay_ratio: 0.3}",
-            "wsd: warm-up over 2 of 10 steps, then constant, then down to 0 of the rate over the last 3 steps",
+            "wsd: warm-up from 0 over 2 of 10 steps, then constant, then down to 0 of the rate over the last 3 steps",
         ),
         ("null", "constant"),
         (

@@ -133,4 +133,4 @@ def test_the_verdicts_of_a_run_are_saved(run):
     _, folder = run()
     verdicts = json.loads((folder / "verdicts.json").read_text())
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert verdicts == [asdict(verdict) for verdict in judge(records, Config())] != []
+    assert verdicts == [asdict(verdict) for verdict in judge(records, Config(), {"validation-default": 1.0})] != []

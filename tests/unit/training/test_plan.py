@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ from tandem.config.load import load_config
 from tandem.data.store.sets import Sets
 from tandem.errors import ConfigError, DataError
 from tandem.report.choices import describe_choices
-from tandem.training.start.plan import plan_steps
+from tandem.training.start.plan import plan_steps, suggested_batch_size
 from tandem.training.start.setup import set_up
 
 CPU = torch.device("cpu")
+PAGES = ("docs/choosing.md", "docs/tutorial.md", "docs/quickstart.md")
 B2 = "policy.train_global_batch_size=2"
 MANY = ("dpo.max_num_epochs=1000000000", "dpo.max_num_steps=3")
 
@@ -51,6 +53,25 @@ def test_fewer_pairs_than_a_batch_are_refused_with_a_batch_size_that_works():
     )
 
 
+def test_the_pages_state_the_rule_for_batch_sizes():
+    repository = Path(__file__).parents[3]
+    pages = {name: (repository / name).read_text(encoding="utf-8") for name in ("README.md", *PAGES)}
+    choosing = pages["docs/choosing.md"]
+    for num_pairs, row in (
+        (499, "| below 500 | 8 |"),
+        (500, "| 500 to 5,000 | 32 |"),
+        (5_000, "| 5,000 to 50,000 | 64 |"),
+        (50_000, "| 50,000 or more | 128 |"),
+    ):
+        assert f"\n{row}" in choosing
+        assert row.split()[-2] == str(suggested_batch_size(num_pairs))
+    assert "Below 60 pairs it is 4, below 30 it is 2, below 15 it is 1" in choosing
+    assert [suggested_batch_size(num_pairs) for num_pairs in (60, 59, 30, 29, 15, 14, 1)] == [8, 4, 4, 2, 2, 1, 1]
+    for name in ("README.md", "docs/tutorial.md"):
+        assert "500" in pages[name].split("policy.train_global_batch_size=8")[0][-60:], name
+    assert "`policy.train_global_batch_size`: 8 for fewer than 500 pairs" in pages["docs/quickstart.md"]
+
+
 @pytest.mark.parametrize("steps", ["null", "20000000"])
 def test_a_run_that_would_never_end_is_refused_before_its_steps_are_counted(steps):
     with within(10), pytest.raises(ConfigError) as refused:
@@ -81,13 +102,15 @@ def test_steps_of_many_epochs_of_single_pairs_are_counted_from_one_epoch():
 @pytest.mark.parametrize(
     ("pairs", "overrides", "proposed"),
     [
-        ([1] * 45, [], ["policy.train_global_batch_size=2", "22"]),
-        ([1] * 45, ["dpo.max_num_epochs=4"], ["policy.train_global_batch_size=8", "20"]),
-        ([1] * 45, ["dpo.max_num_steps=5"], ["policy.train_global_batch_size=8", "5"]),
+        ([1] * 100, [], ["policy.train_global_batch_size=8", "dpo.max_num_epochs=2", "24"]),
+        ([1] * 45, [], ["policy.train_global_batch_size=4", "dpo.max_num_epochs=2", "22"]),
+        ([1] * 45, ["dpo.max_num_epochs=4"], ["policy.train_global_batch_size=4", "44"]),
+        ([1] * 45, ["dpo.max_num_steps=5"], ["policy.train_global_batch_size=4", "5"]),
+        ([1] * 20, [], ["policy.train_global_batch_size=2", "dpo.max_num_epochs=2", "20"]),
         ([1] * 8, [], ["policy.train_global_batch_size=1", "dpo.max_num_epochs=3", "24"]),
         ([1], [], ["policy.train_global_batch_size=1", "dpo.max_num_epochs=20", "20"]),
         # A preference of three pairs is a batch alone, however small batches are.
-        ([3] * 30, [], ["policy.train_global_batch_size=4", "30"]),
+        ([3] * 19, [], ["policy.train_global_batch_size=4", "dpo.max_num_epochs=2", "38"]),
     ],
 )
 def test_the_proposed_batch_gives_twenty_steps_and_runs_as_printed(pairs, overrides, proposed):
@@ -102,7 +125,7 @@ def test_a_set_packed_as_a_whole_is_proposed_to_be_packed_by_batch(tmp_path):
         set_up(load_config(None, given).config, CPU)
     assert str(refused.value) == (
         "the training set has 40 pairs, fewer than one batch of 256, so there would be no step. "
-        "Set policy.packing.mode=batch policy.train_global_batch_size=2, which gives 20 steps."
+        "Set policy.packing.mode=batch policy.train_global_batch_size=4 dpo.max_num_epochs=2, which gives 20 steps."
     )
 
 

@@ -34,9 +34,106 @@ def found(records, loss="dpo", **changes):
     return {verdict.name: verdict.text for verdict in judge(records, config)}
 
 
+def steps_of(num: int, **changes):
+    return [{**SOUND, "split": "train", "step": i + 1, "num_pairs": 10, "lr": 5e-6, **changes} for i in range(num)]
+
+
+START = {"loss": 0.6931, "accuracy": 0.5, "rewards_margin_mean": 0.0}
+
+
 def test_a_run_without_problems_gets_the_verdict_sound():
-    texts = found(course({"accuracy": 0.5, "rewards_margin_mean": 0.0}, {}))
+    texts = found(course(START, {}))
     assert texts == {"sound": "no problems found: accuracy 0.50 -> 0.80, margin 0.000 -> 0.400."}
+    assert found([*steps_of(20), *course(START, {})]) == texts
+
+
+def test_a_good_result_of_few_steps_is_reported_as_such():
+    sound = "no problems found: accuracy 0.50 -> 0.80, margin 0.000 -> 0.400. It is the result of only "
+    assert found([*steps_of(19), *course(START, {})]) == {
+        "sound": f"{sound}19 steps: train for 20 or more before you rely on it."
+    }
+    assert found([*steps_of(1), *course(START, {})]) == {
+        "sound": f"{sound}1 step: train for 20 or more before you rely on it."
+    }
+
+
+def test_a_learning_rate_of_zero_is_reported_as_no_training():
+    zero = "nothing was trained: the learning rate was 0 in all of 3 steps. Train for more steps (a schedule with warm-up starts "
+    assert found([*steps_of(3, lr=0.0), *course(START, START)]) == {
+        "hardly_trained": f"{zero}at 0), or change policy.scheduler."
+    }
+
+
+def test_a_learning_rate_that_never_left_its_warm_up_is_reported():
+    warm = found([*steps_of(3, lr=2.4e-6), *course(START, {})])
+    assert warm == {
+        "hardly_trained": "hardly anything was trained: in 3 steps the learning rate never left its warm-up (2.4e-06 at most, of "
+        "5e-06). Train for more steps (dpo.max_num_epochs, or a smaller batch), or shorten the warm-up (policy.scheduler)."
+    }
+    assert "hardly_trained" not in found([*steps_of(3, lr=2.5e-6), *course(START, {})])
+
+
+def test_a_loss_that_hardly_moved_is_reported_unless_another_verdict_says_what_to_change():
+    text = (
+        "hardly anything was trained: in 40 steps the loss went from 0.6931 to 0.6800, and the margin from 0.000 to 0.020. Train "
+        "for more steps, or with a larger policy.optimizer.kwargs.lr (now 5e-06)."
+    )
+    little = {"loss": 0.68, "rewards_margin_mean": 0.02}
+    assert found([*steps_of(40), *course(START, little)]) == {"hardly_trained": text}
+    assert set(found([*steps_of(40), *course(START, little | {"accuracy": 0.55})])) == {"accuracy_flat"}
+    assert set(found([*steps_of(40), *course(START, little | {"num_pairs": 1})])) == {"accuracy_flat", "hardly_trained"}
+    assert set(found([*steps_of(40), *course(START, little | {"loss": 0.679})])) == {"sound"}
+    # the training set, whose first step is measured before its update
+    first, *others = steps_of(40, **little)
+    assert found([first | START, *(step | {"accuracy": 0.9} for step in others)]) == {"hardly_trained": text}
+
+
+def test_a_run_with_steps_left_is_not_reported_as_hardly_trained():
+    for records in (course(START, START | {"accuracy": 0.8}), course(START, {})):
+        for lr in (0.0, 1e-6, 5e-6):
+            verdicts = judge([*steps_of(3, lr=lr), *records], Config(), has_ended=False)
+            assert [one.name for one in verdicts] == ["sound"]
+            assert "only" not in verdicts[0].text
+
+
+def test_a_single_training_step_is_reported_as_not_measured():
+    assert found(steps_of(1, **START))["hardly_trained"] == (
+        "the trained model was not measured: the only step is measured before its update. Train for more steps, and set "
+        "data.validation_share."
+    )
+
+
+def test_a_validation_set_that_overlaps_with_the_training_set_is_reported():
+    records = course(START, {})
+    verdicts = judge(records, Config(), {"validation-default": 0.1})
+    assert [(one.name, one.text) for one in verdicts] == [
+        (
+            "validation_overlap",
+            "the result is not on new data: 10% of the prompts of this set are in the training set too. Remove them from one of "
+            "the two, or hold out pairs with data.validation_share.",
+        )
+    ]
+    assert [one.name for one in judge(records, Config(), {"validation-default": 0.09})] == ["sound"]
+
+
+def test_a_rise_of_the_training_loss_is_not_judged_from_few_steps_or_from_noise():
+    def rising(num: int, noise: float):
+        """Steps of which the first half has a loss of 0.5 and the second half 0.6, plus or minus noise."""
+        return [
+            step | {"loss": (0.5 if i < num // 2 else 0.6) + noise * (-1) ** i, "accuracy": 0.8}
+            for i, step in enumerate(steps_of(num))
+        ]
+
+    assert "best_long_ago" in found(rising(20, 0.01))
+    assert "best_long_ago" not in found(rising(16, 0.01))
+    # 0.3 / sqrt(10) is a standard error of about 0.1 in each quarter of ten steps
+    assert "best_long_ago" not in found(rising(40, 0.3))
+    assert "best_long_ago" in found(rising(40, 0.05))
+    # nor is a smaller learning rate advised for a flat accuracy
+    flat = [step | {"accuracy": 0.5} for step in rising(16, 0.01)]
+    assert ". Train longer or with a larger" in found(flat)["accuracy_flat"]
+    flat = [step | {"accuracy": 0.5} for step in rising(20, 0.01)]
+    assert "The loss has risen: try a smaller" in found(flat)["accuracy_flat"]
 
 
 def test_accuracy_within_two_standard_errors_of_guessing_is_flat():
@@ -287,7 +384,14 @@ def test_metrics_that_are_large_by_design_are_not_divergence():
 
 def test_without_validation_training_is_judged_by_quarters():
     steps = [
-        {**SOUND, "split": "train", "step": i + 1, "num_pairs": 10, "accuracy": 0.5 if i < 12 else 0.9}
+        {
+            **SOUND,
+            "split": "train",
+            "step": i + 1,
+            "num_pairs": 10,
+            "accuracy": 0.5 if i < 12 else 0.9,
+            "loss": 0.6 - i / 50,
+        }
         for i in range(16)
     ]
     (verdict,) = judge(steps, Config())
@@ -300,7 +404,7 @@ def test_without_validation_training_is_judged_by_quarters():
 
 def test_every_validation_set_is_judged_and_the_export_is_not():
     records = [
-        *course({}, {}, split="validation-a"),
+        *course(START, {}, split="validation-a"),
         *course({}, {"accuracy": 0.5}, split="validation-b"),
         *course({}, {"accuracy": 0.5}, split="exported-b"),
         *course({}, {"accuracy": 0.5}, split="train"),

@@ -10,7 +10,9 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from tandem.config.sections.section import Positive, Section, Share
 
 WarmupRatio = Annotated[float, Field(ge=0, lt=1)]
-WARMUP_DESCRIPTION = "share of the run's steps in which the learning rate rises linearly from 0"
+WARMUP_DESCRIPTION = (
+    "share of the run's steps in which the learning rate rises linearly; the first step has a rate of 0"
+)
 MIN_LR_DESCRIPTION = "final learning rate, as a share of the peak"
 
 

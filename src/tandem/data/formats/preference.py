@@ -22,6 +22,12 @@ OPTIONAL_KEYS = ("tool_calls", "tool_call_id", "name", *REASONING)
 OTHER_MEDIA = frozenset(["images", "image", "videos", "video", "audios", "audio"])
 # The note for rows with a label that may say that the rejected completion is better.
 CONTRADICTED = "labels that are ignored and may prefer the rejected completion"
+# What datasets call the three keys of a pair, the most usual names first.
+OTHER_NAMES = {
+    "prompt": ("question", "instruction", "query", "input", "context", "problem", "text"),
+    "chosen": ("preferred", "accepted", "better", "good", "winner", "positive", "response", "answer"),
+    "rejected": ("dispreferred", "worse", "bad", "loser", "negative", "response", "answer"),
+}
 DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
 
 
@@ -105,8 +111,11 @@ def field_of(holder: Mapping[str, Any], key: str, row: SourceRow, above: str = "
         lowered = {name.lower(): name for name in holder}
         near = difflib.get_close_matches(key.lower(), list(lowered), n=1, cutoff=0.7)
         hint = f" Did you mean {above}{lowered[near[0]]}?" if near else ""
-        found = listed(holder) or "none"
-        way_out = ("" if near else f" Keys found: {found}.") if above else f" Keys found: {found}. {_remedy(key)}"
+        others = _plausible_first(key, holder, lowered[near[0]] if near else None)
+        found = listed([*others, *(name for name in holder if name not in others)]) or "none"
+        way_out = (
+            ("" if near else f" Keys found: {found}.") if above else f" Keys found: {found}. {_remedy(key, others)}"
+        )
         raise RowError(row.place, "missing key", f"no key {above}{key}.{hint}{way_out}")
     if holder[key] is None:
         raise RowError(row.place, "null", f"{above}{key} is null. Give it a value.")
@@ -120,9 +129,20 @@ def refuse_spaces(holder: Mapping[str, Any], keys: tuple[str, ...], row: SourceR
         raise RowError(row.place, "missing key", message)
 
 
-def _remedy(key: str) -> str:
-    if key in ("prompt", "chosen", "rejected"):
-        return f"Set data.train.{key}_key to another key."
+def _plausible_first(key: str, holder: Mapping[str, Any], near: str | None) -> list[str]:
+    """Return the keys of a row that may hold a prompt or completion in place of `key`, the most plausible first."""
+    if key not in OTHER_NAMES:
+        return []
+    usual = [near, *OTHER_NAMES[key]]
+    others = [name for name in holder if name not in OTHER_NAMES]
+    return sorted(others, key=lambda name: usual.index(name) if name in usual else len(usual))
+
+
+def _remedy(key: str, others: list[str]) -> str:
+    if key in OTHER_NAMES and others:
+        return f"Set data.train.{key}_key to the key that has it, such as {listed(others[:1])}."
+    if key in OTHER_NAMES:
+        return f"Add {key} to the row."
     return "Set data.train.dataset_name to another format."
 
 

@@ -147,11 +147,18 @@ def refuse_rebuilding(place: str, folder: Path, described: dict[str, Any]) -> No
     inner = described.get("text_config")
     for level in (described, inner if isinstance(inner, dict) else {}):
         given = level.get("quantization_config")
-        if given is not None and not (isinstance(given, dict) and isinstance(given.get("quant_method", ""), str)):
-            raise ConfigError(
-                f"{place}: {folder / 'config.json'} has quantization_config = {_shown(given)}, which has no quant_method. "
-                "Download the model again, or choose another."
-            )
+        if given is None:
+            continue
+        if not isinstance(given, dict):
+            problem = "which is not a mapping with a quant_method"
+        elif not isinstance(given.get("quant_method", ""), str):
+            problem = "whose quant_method is not a text"
+        else:
+            continue
+        raise ConfigError(
+            f"{place}: {folder / 'config.json'} has quantization_config = {_shown(given)}, {problem}. Download the model again, "
+            "or choose another."
+        )
 
 
 def refuse_wrong_types(place: str, folder: Path, text: Any) -> None:

@@ -127,10 +127,10 @@ def find_source(key: str, name: str, revision: str | None) -> ModelSource:
     return ModelSource(name=name, folder=folder, config=config, key=key, stored=stored)
 
 
-def check_path(key: str, name: str) -> None:
-    """Raise ConfigError if a local path does not exist or holds no model.
+def check_path(key: str, name: str, revision: str | None = None) -> None:
+    """Raise ConfigError if a local path does not exist or holds no model, or if the hub has no model of this name.
 
-    Creates and downloads nothing, and imports no libraries.
+    Does not import torch or transformers, so that a wrong name is reported at once. Downloads at most config.json.
     """
     if name == EMBEDDED:
         return
@@ -140,7 +140,7 @@ def check_path(key: str, name: str) -> None:
     elif Path(name).is_dir():
         check_folder(key, name, _folder(key, name, None))
     else:
-        refuse_missing(key, name)
+        download(key, name, revision, ["config.json"])
 
 
 def refuse_run(key: str, name: str) -> None:
@@ -249,7 +249,9 @@ def download(key: str, name: str, revision: str | None, wanted: list[str]) -> Pa
     refuse_missing(key, name)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.utils import disable_progress_bars
 
+    disable_progress_bars()
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except LocalEntryNotFoundError:

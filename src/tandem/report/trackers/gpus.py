@@ -10,8 +10,7 @@ import torch
 
 from tandem.config.sections.logger import GpuMonitoring
 from tandem.storage.ownership import open_own
-
-GIB = 2**30
+from tandem.training.memory import GIB
 
 
 def sample_gpus() -> dict[str, float]:

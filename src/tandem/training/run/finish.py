@@ -1,7 +1,7 @@
 """Finishes a run: validates, saves, judges and exports the policy, and prints where everything is."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import reduce
 from pathlib import Path
@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from tandem.config.load import LoadedConfig
+from tandem.config.load import LoadedConfig, load_config
 from tandem.config.schema import Config
 from tandem.config.sections.datasets import DatasetFields
 from tandem.config.sections.section import EMBEDDED
+from tandem.data.preflight import prompt_overlaps
 from tandem.data.store.opening import is_prepared
 from tandem.data.store.selection import Preferences
 from tandem.data.text.template import QUESTION, Template
@@ -27,12 +28,14 @@ from tandem.training.memory import GIB
 from tandem.training.metrics import PairTable
 from tandem.training.run.early_stopping import RestoredStep, is_exhausted, restore_best
 from tandem.training.start.build import Training
+from tandem.training.start.plan import suggested_batch_size
 from tandem.training.validation import ValidationReport, measure, validate
 
 REAL_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # small enough for any machine
 RUN_DIRECTORY_KEYS = ("run.dir", "checkpointing.checkpoint_dir")  # directories that belong to one run
 MODEL_KEYS = ("policy.revision", "policy.tokenizer.name", "policy.lora.adapter", "reference.model")
 BATCH_SIZE_KEY = "policy.train_global_batch_size"
+RATE_KEY = "policy.optimizer.kwargs.lr"
 
 
 def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, per_pair: Path | None) -> None:
@@ -42,9 +45,10 @@ def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, pe
     """
     _report_memory(t)
     after = _validate_and_save_last(t)
-    verdicts = judge(t.metrics.records(), t.setup.config)
+    overlaps = prompt_overlaps(t.setup.plan.sets) if t.ranks.is_first else {}  # the first rank has the metrics
+    verdicts = judge(t.metrics.records(), t.setup.config, overlaps)
     if (stop := restore_best(t)) is not None:
-        verdicts = [stop.verdict, *_verdicts_on_export(verdicts, t, stop.exported_step)]
+        verdicts = [stop.verdict, *_verdicts_on_export(verdicts, t, stop.exported_step, overlaps)]
         after = [validate(t.policy, one, t.stopping.check) for one in t.validation_sets]
         t.show_on_page(after)
     text = json.dumps([asdict(one) for one in verdicts], indent=2)
@@ -71,14 +75,14 @@ def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, pe
         _suggest_next(t, model, loaded)
 
 
-def _verdicts_on_export(of_run: list[Verdict], t: Training, step: int) -> list[Verdict]:
+def _verdicts_on_export(of_run: list[Verdict], t: Training, step: int, overlaps: Mapping[str, float]) -> list[Verdict]:
     """Return verdicts on the exported step, which is before the last step.
 
     If the run diverged after the exported step, the verdict "diverged" is included. `of_run`: verdicts on the last step.
     """
     until = [record for record in t.metrics.records() if record["step"] <= step]
     later = [verdict for verdict in of_run if verdict.name == "diverged"]
-    return [*later, *(verdict for verdict in judge(until, t.setup.config) if verdict not in later)]
+    return [*later, *(verdict for verdict in judge(until, t.setup.config, overlaps) if verdict not in later)]
 
 
 def _report_memory(t: Training) -> None:
@@ -176,7 +180,7 @@ def _suggest_next(t: Training, model: Path, loaded: LoadedConfig) -> None:
     else:
         others = ", then your own pairs (JSONL with prompt, chosen, rejected) as data.train"
         t.reporter.say(f"\nNext: a real model{'' if _has_own_pairs(loaded) else others}.")
-        t.reporter.command(with_real_model(loaded, t.run))
+        t.reporter.command(with_real_model(loaded, t.run, t.setup.plan.batches.num_pairs_of(0)))
 
 
 def using(model: Path, template: Template) -> str:
@@ -188,20 +192,28 @@ def using(model: Path, template: Template) -> str:
     )
 
 
-def with_real_model(loaded: LoadedConfig, run: Path) -> str:
-    """Return the command that repeats a run with a real model instead of the tiny embedded one, in another run directory."""
+def with_real_model(loaded: LoadedConfig, run: Path, num_pairs: int) -> str:
+    """Return the command that repeats a run with a real model instead of the tiny embedded one, in another run directory.
+
+    The learning rate is left at its default, and the batch size is the one suggested for `num_pairs` pairs: values that suit
+    the tiny random model do not suit a pretrained one.
+    """
     config, own = loaded.config, _has_own_pairs(loaded)
     is_resumed = loaded.file is not None and Path(loaded.file).resolve() == (run / "config.yaml").resolve()
     # A run's config.yaml contains the embedded default configuration, which is for the embedded model only.
     file = None if is_resumed and not own else loaded.file
-    given = [one for one in loaded.overrides if key_of(one) not in (*RUN_DIRECTORY_KEYS, *MODEL_KEYS)]
+    left_out = (*RUN_DIRECTORY_KEYS, *MODEL_KEYS, RATE_KEY)
+    given = [one for one in loaded.overrides if key_of(one) not in left_out]
     if file is not None:
         given += [override(key, None) for key in (*RUN_DIRECTORY_KEYS, *MODEL_KEYS) if _value(config, key) is not None]
     given = with_override(given, "policy.model_name", REAL_MODEL)
     if not own:
         given = with_override(given, "data.train.data_path", EMBEDDED)
-    if not own and file is None and BATCH_SIZE_KEY not in map(key_of, given):
-        given.append(f"{BATCH_SIZE_KEY}=16")  # the default batch would take most of the bundled pairs at once
+    if config.policy.packing.mode != "dataset":  # whose batches must be large enough for a pack
+        given = with_override(given, BATCH_SIZE_KEY, suggested_batch_size(num_pairs))
+    default_rate = _value(Config(), RATE_KEY)
+    if _value(load_config(file, given, loaded.sent_variables).config, RATE_KEY) != default_rate:  # set in the file
+        given = with_override(given, RATE_KEY, default_rate)
     return tandem_command("train", *(["--config", file, *loaded.options] if file else []), *given)
 
 

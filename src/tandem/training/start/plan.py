@@ -16,7 +16,11 @@ from tandem.packing.batches import Batches
 from tandem.packing.packer import DATASET_PACK, Packer, make_packer, prepared_lengths
 from tandem.packing.packs import open_packs
 
-# A suggested batch size gives at least this many steps: with fewer, a learning-rate schedule has hardly begun.
+# Suggested batch sizes: a set with fewer pairs than the first number of a row gets the second. docs/choosing.md states the rule.
+# Very small sets get batches with which three epochs have about 20 steps.
+BATCH_SIZES = ((15, 1), (30, 2), (60, 4), (500, 8), (5_000, 32), (50_000, 64))
+LARGEST_BATCH = 128  # for more pairs than in any row
+# Epochs are suggested that give at least this many steps: with fewer, a learning-rate schedule has hardly begun.
 ENOUGH_STEPS = 20
 MAX_STEPS = 10_000_000  # limit for a run, because its steps are counted one by one before training
 
@@ -107,18 +111,20 @@ def _pairs_per_step(batches: Batches, config: Config) -> list[int]:
     return list(islice((batch.num_pairs for epoch in range(epochs) for batch in batches.epoch(epoch)), most))
 
 
-def _suggest_smaller_batch(batches: Batches, config: Config) -> str:
-    """Suggest the largest power of two as batch size that gives enough steps.
+def suggested_batch_size(num_pairs: int) -> int:
+    """Return the batch size that is suggested for a training set of this many pairs. Examples: 40 gives 4, 300 gives 8."""
+    return next((size for limit, size in BATCH_SIZES if num_pairs < limit), LARGEST_BATCH)
 
-    If even batch size 1 gives too few steps, also suggest more epochs. Examples for a run of 1 epoch: for 45 pairs, suggest
-    batches of 2, which give 22 steps. For 8 pairs, suggest batches of 1 and 3 epochs, which give 24 steps.
+
+def _suggest_smaller_batch(batches: Batches, config: Config) -> str:
+    """Suggest the batch size for this number of pairs, and enough epochs for ENOUGH_STEPS steps.
+
+    Example: for 45 pairs and 1 epoch, suggest batches of 4 and 2 epochs, which give 22 steps.
     """
     # Batches of whole packs are large, so packing by batch is suggested too.
     mode = "policy.packing.mode=batch " if config.policy.packing.mode == "dataset" else ""
     enough = min(ENOUGH_STEPS, config.dpo.max_num_steps or ENOUGH_STEPS)
-    size = 1 << (batches.batch_size.bit_length() - 1)
-    while size > 1 and len(_pairs_per_step(replace(batches, batch_size=size), config)) < enough:
-        size //= 2
+    size = min(suggested_batch_size(batches.num_pairs_of(0)), batches.batch_size)
     steps = len(_pairs_per_step(replace(batches, batch_size=size), config))
     longer = config
     while 0 < steps < enough:

@@ -95,28 +95,45 @@ def make_references(
     folder = Path(setup.config.reference.cache_dir or cache_dir() / "reference")
     ranks.run_or_stop_all(lambda: remove_abandoned(folder, ".+", is_held=False), on=ranks.is_first_here)
     places = _places_of_references(setup, packers, run, folder, weights, ranks, reporter)
-    references: dict[str, Reference] = {}
-    for name, packer in packers.items():
-        with reporter.progress(f"Reference, {name}", len(packer.store)) as done:
-
-            def advance(count: int, done: Callable[..., None] = done) -> None:
-                done(count)
-                check()
-
-            references[name] = cached_reference(
-                # Before the first update the policy equals the reference, unless reference.model names another model.
-                load if other is not None else lambda: policy,
-                packer,
-                ranks,
-                place=folder / places[name],
-                progress=advance,
-                # Packed as in a validation, so that the first validation finds policy and reference exactly equal.
-                portions=None if packer is setup.plan.train else portions(packer, setup.validation_batch_size),
-            )
+    # Before the first update the policy equals the reference, unless reference.model names another model.
+    model = load if other is not None else lambda: policy
+    references: dict[str, Reference] = {
+        name: _cached(setup, name, packer, folder / places[name], model, ranks, reporter=reporter, check=check)
+        for name, packer in packers.items()
+    }
     text = json.dumps(places, indent=1)
     is_writer = ranks.is_first and not only_validation
     ranks.run_or_stop_all(lambda: write_atomically(run / REFERENCES_FILE, text, "references"), on=is_writer)
     return references
+
+
+def _cached(
+    setup: Setup,
+    split: str,
+    packer: Packer,
+    place: Path,
+    model: Callable[[], Policy],
+    ranks: Ranks,
+    *,
+    reporter: Reporter,
+    check: Callable[[], None],
+) -> CachedReference:
+    """Return the cached reference of one set. If `place` does not hold it yet, compute it with a progress bar."""
+    with reporter.progress(f"Reference, {split}", len(packer.store)) as done:
+
+        def advance(count: int) -> None:
+            done(count)
+            check()
+
+        return cached_reference(
+            model,
+            packer,
+            ranks,
+            place=place,
+            progress=advance,
+            # Packed as in a validation, so that the first validation finds policy and reference exactly equal.
+            portions=None if packer is setup.plan.train else portions(packer, setup.validation_batch_size),
+        )
 
 
 def _places_of_references(
