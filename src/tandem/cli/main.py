@@ -12,6 +12,7 @@ from tandem.cli import (  # noqa: F401
     fail_points,
     generate,
     inspect,
+    plan,
     prepare,
     report,
     runs,

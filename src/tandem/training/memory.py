@@ -139,9 +139,7 @@ def refuse_certain_overflow(
     For other runs, memory is measured after weights load (start/build.py).
     """
     available, whose = memory or device_memory(device), "the GPU" if device.type == "cuda" else "this machine"
-    bins = packer.bins(batch.preferences, batch.bounds)
-    length = packer.longest_row(bins)
-    together = min(packer.packs_per_micro_batch, -(-len(bins) // packer.share.num_ranks))
+    length, together = longest_micro_batch(packer, batch)
     temporary = need.temporary(length * together)
     if need.fixed + CERTAIN_SHARE * temporary > available:
         raise OutOfMemoryError(
@@ -150,6 +148,12 @@ def refuse_certain_overflow(
             f"{temporary / GIB:.0f}. "
             f"{suggest_less_memory(length, policy, shorter_rows_help=need.fixed < USABLE_SHARE * available)}"
         )
+
+
+def longest_micro_batch(packer: Packer, batch: GlobalBatch) -> tuple[int, int]:
+    """Return the tokens of the longest row of a batch, and the number of rows that are computed together."""
+    bins = packer.bins(batch.preferences, batch.bounds)
+    return packer.longest_row(bins), min(packer.packs_per_micro_batch, -(-len(bins) // packer.share.num_ranks))
 
 
 def suggest_less_memory(length: int, policy: PolicyConfig, *, shorter_rows_help: bool) -> str:

@@ -267,9 +267,7 @@ def _check_sets(sets: Sets, config: Config, source: ModelSource) -> None:
         check_vocabulary(store, source)
 
 
-def _find_reference(
-    config: Config, source: ModelSource, tokenizer: Any, *, needs_weights: bool
-) -> ModelSource | None:
+def _find_reference(config: Config, source: ModelSource, tokenizer: Any, *, needs_weights: bool) -> ModelSource | None:
     """Return the source of reference.model. Raise ConfigError if its vocabulary differs from the policy's."""
     name = config.reference.model
     if name is None:
