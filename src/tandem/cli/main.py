@@ -7,6 +7,7 @@ import sys
 from tandem.cli import (  # noqa: F401
     chat,
     config,
+    doctor,
     eval,
     export,
     fail_points,

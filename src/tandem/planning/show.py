@@ -106,9 +106,9 @@ def duration(range: Range) -> str:
 
 
 def gib(size: float) -> str:
-    """Format bytes as a number of GiB with one decimal; very small sizes as "under 0.1"."""
+    """Format bytes as a number of GiB with one decimal; small sizes as "<0.1"."""
     value = size / GIB
-    return f"{value:,.1f}" if value >= 0.1 or not value else "under 0.1"
+    return f"{value:,.1f}" if value >= 0.1 or not value else "<0.1"
 
 
 def _count(number: float) -> str:
