@@ -13,6 +13,7 @@ from tandem.planning.estimate import Outline, Target, find_target, outline, with
 from tandem.planning.records import Suggestion
 from tandem.planning.speed import ModelSize
 from tandem.terminal.commands import install_command, tandem_command, with_override
+from tandem.training.memory import USABLE_SHARE
 from tandem.training.start.setup import Inputs
 
 CHECKPOINTING = "policy.activation_checkpointing"
@@ -131,7 +132,9 @@ def _larger_cards(
         if here is None:
             continue
         for card in larger_cards(target.memory):
-            if here.need.fixed > card.memory_bytes or (found and card.memory_bytes >= found[-1].memory.available):
+            # Rows are as short as they can be where a run does not fit, so no other card needs less memory for it.
+            is_too_small = here.memory.total > USABLE_SHARE * card.memory_bytes
+            if is_too_small or (found and card.memory_bytes >= found[-1].memory.available):
                 continue
             changed = planner.plan(change.keys, find_target(card.name))
             if changed is not None and changed.memory.verdict == "fits":
