@@ -8,6 +8,7 @@ from tandem.model.files.tiny import tiny_tokenizer
 
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 SHAPES = {
+    "qwen2.5-0.5b": ("qwen2", (896, 4864, 24, 14, 2), 151_936, True),
     "qwen2.5-1.5b": ("qwen2", (1536, 8960, 28, 12, 2), 151_936, True),
     "llama3.1-8b": ("llama", (4096, 14336, 32, 32, 8), 128_256, False),
 }

@@ -109,7 +109,9 @@ def test_shorter_rows_are_suggested_first_where_they_help(models):
 
 @pytest.mark.slow
 def test_a_model_that_no_setting_fits_gets_a_card_and_settings(models):
-    found = planned(*LARGE, f"policy.model_name={models['llama3.1-8b']}", "policy.packing.pack_length=65536", gpu="l4-24gb")
+    found = planned(
+        *LARGE, f"policy.model_name={models['llama3.1-8b']}", "policy.packing.pack_length=65536", gpu="l4-24gb"
+    )
     assert all("--gpu" in one.command for one in found.suggestions)
     assert found.suggestions
 
@@ -142,8 +144,9 @@ def test_without_a_gpu_memory_is_that_of_the_machine_and_time_is_not_estimated(c
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     found = planned()
     assert (found.card, found.time, found.cost, found.memory.verdict) == (None, None, None, "fits")
-    assert "time         not estimated without a GPU: speeds of CPUs differ too much. Name a card with --gpu\n" in shown(
-        found, capsys
+    assert (
+        "time         not estimated without a GPU: speeds of CPUs differ too much. Name a card with --gpu\n"
+        in shown(found, capsys)
     )
 
 

@@ -34,7 +34,7 @@ def committed(name: str) -> list[dict]:
 
 
 def measured_rows() -> list[tuple[str, str, int, dict, float]]:
-    """For each committed run: a name, the shape, the pack length, the settings of the policy and the measured pairs per second."""
+    """For each committed run: its name, shape, pack length, settings of the policy, and the measured pairs per second."""
     rows = []
     for one in [*committed("train"), *committed("versus_trl")]:
         words = one["options"].split()
@@ -54,7 +54,9 @@ def measured_rows() -> list[tuple[str, str, int, dict, float]]:
 def sizes(tmp_path_factory) -> dict[str, ModelSize]:
     folder = tmp_path_factory.mktemp("shapes")
     names = ("qwen2.5-1.5b", "llama3.1-8b")
-    sources = [find_source("policy.model_name", str(model_folder(n, folder / n)), None, needs_weights=False) for n in names]
+    sources = [
+        find_source("policy.model_name", str(model_folder(n, folder / n)), None, needs_weights=False) for n in names
+    ]
     return dict(zip(names, map(size_of, map(empty_model, sources)), strict=True))
 
 
