@@ -36,7 +36,7 @@ def plan(
     found = outline(inputs, target, size)
     suggestions: tuple[Suggestion, ...] = ()
     if found.memory.verdict != "fits":
-        suggestions = suggest(loaded, inputs, target, size, price_per_hour=price_per_hour, bar=bar)
+        suggestions = suggest(loaded, inputs, target, size, bar)
     cost = None
     if found.time is not None and price_per_hour is not None:
         total = found.time.total

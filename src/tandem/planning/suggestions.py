@@ -88,13 +88,7 @@ class Planner:
 
 
 def suggest(
-    loaded: LoadedConfig,
-    inputs: Inputs,
-    target: Target,
-    size: ModelSize,
-    *,
-    price_per_hour: float | None,
-    bar: ProgressBar,
+    loaded: LoadedConfig, inputs: Inputs, target: Target, size: ModelSize, bar: ProgressBar
 ) -> tuple[Suggestion, ...]:
     """Return changes with which the run fits: shorter rows, settings, and the smallest larger card."""
     planner = Planner(loaded, inputs, size)
@@ -109,8 +103,7 @@ def suggest(
                 fitting.append(change)
                 found.append(better)
             advance(1)
-        price = [] if price_per_hour is None else ["--price-per-hour", f"{price_per_hour:g}"]
-        found += _larger_cards(planner, target, [UNCHANGED] if found else [UNCHANGED, *CHANGES], price)
+        found += _larger_cards(planner, target, [UNCHANGED] if found else [UNCHANGED, *CHANGES])
         advance(1)
     return tuple(found)
 
@@ -122,9 +115,7 @@ def _fitting(planner: Planner, change: Change, target: Target) -> Suggestion | N
     return Suggestion(_words(change), planner.command("train", change.keys), changed.memory, changed.time)
 
 
-def _larger_cards(
-    planner: Planner, target: Target, changes: Sequence[Change], options: Sequence[str]
-) -> list[Suggestion]:
+def _larger_cards(planner: Planner, target: Target, changes: Sequence[Change]) -> list[Suggestion]:
     """Return the least change that fits on a larger card, and the smallest card on which one of the changes fits."""
     found: list[Suggestion] = []
     for change in changes:
@@ -139,7 +130,7 @@ def _larger_cards(
             changed = planner.plan(change.keys, find_target(card.name))
             if changed is not None and changed.memory.verdict == "fits":
                 words = f"{card.name}, {_words(change)}" if change.words else card.name
-                command = planner.command("plan", change.keys, ["--gpu", card.name, *options])
+                command = planner.command("plan", change.keys, ["--gpu", card.name])
                 found.append(Suggestion(words, command, changed.memory, changed.time))
                 break
     return [found[0], found[-1]] if len(found) > 1 else found
