@@ -20,8 +20,9 @@ TRAINING_SECONDS = 600.0  # layers are compiled on a GPU
 OLDEST_CAPABILITY = (8, 0)  # bfloat16 matrix products
 BUSY_SHARE = 0.8  # a GPU with less free memory is used by another process
 GIB = 2**30
-# One step on the embedded pairs, without validation: as short as training can be.
+# One step on the embedded pairs, as short as training can be: without validation, and without a reference of every pair.
 ONE_STEP = (
+    "reference.mode=live",
     "dpo.max_num_steps=1",
     "policy.train_global_batch_size=8",
     "dpo.val_period=0",

@@ -127,7 +127,7 @@ def test_a_failed_step_is_a_problem_with_the_command_that_repeats_it(monkeypatch
     monkeypatch.setattr(children, "_run", lambda *_, **__: (6, "", "noise\ntandem: error: out of memory.\n"))
     found = children.train_one_step()
     assert (found.status, found.text) == ("problem", "one step of training failed: out of memory")
-    assert " train --fresh run.dir=doctor-run dpo.max_num_steps=1 " in found.command
+    assert " train --fresh run.dir=doctor-run reference.mode=live dpo.max_num_steps=1 " in found.command
 
 
 # GPUs
