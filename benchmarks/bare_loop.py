@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from train import given_preferences, made_preferences, tell
 
 from tandem.data.text.tokens import TokenizedPreference
+from tandem.planning.speed import ModelSize, Work, useful_flops
 
 BETA, RATE = 0.1, 1e-6
 
@@ -196,7 +197,7 @@ def main() -> None:
     seconds, timed = time.perf_counter() - started, pairs[WARM_UP * o.pairs :]
     tokens = sum(map(size_of, timed))
     scored = sum(len(ids) for one in timed for ids in one.completions)
-    useful = 6 * num_trunk * tokens + 6 * shape.hidden * shape.vocabulary * scored
+    useful = useful_flops(ModelSize(0, num_trunk, shape.hidden, shape.vocabulary), Work(tokens=tokens, scored=scored))
     result = {
         "benchmark": "bare_loop",
         **{name: str(value) if isinstance(value, Path) else value for name, value in vars(o).items()},

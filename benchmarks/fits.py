@@ -22,7 +22,8 @@ from tandem.config.keys import with_table
 from tandem.config.sections.policy import Policy
 from tandem.model.files.source import ModelSource
 from tandem.model.lora.layers import LoraPlan, plan_lora
-from tandem.training.memory import GIB, USABLE_SHARE, MemoryEstimate, auto_row_length, estimate_memory
+from tandem.storage.cache import GIB
+from tandem.training.memory import USABLE_SHARE, MemoryEstimate, auto_row_length, estimate_memory
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/choosing.md"

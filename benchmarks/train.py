@@ -45,6 +45,7 @@ from tandem.model.reference import NoReference, compute_reference
 from tandem.packing.batches import Batches, GlobalBatch, load_ahead
 from tandem.packing.layout import Arrangement, join, lay_out
 from tandem.packing.packer import Packer, row_lengths
+from tandem.planning.speed import ModelSize, Work, useful_flops
 from tandem.training.optimizer import make_optimizer
 from tandem.training.step import PendingStep, StepReport, train_step
 from tandem.training.terms import StepContext
@@ -368,7 +369,8 @@ def main() -> None:
     pairs, tokens = sum(r.num_pairs for r in done), sum(r.num_tokens for r in done)
     shape = SHAPES[options.shape]
     scored = bench.num_scored()
-    useful = 6 * bench.num_trunk * tokens + 6 * shape.hidden * shape.vocabulary * scored
+    size = ModelSize(0, bench.num_trunk, shape.hidden, shape.vocabulary)
+    useful = useful_flops(size, Work(tokens=tokens, scored=scored))
     result = {
         "benchmark": "train",
         **{name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},

@@ -13,11 +13,19 @@ NO_TELEMETRY = {
 }
 # The same as python -P, for all child processes that run Python.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+# Beginnings of the names of variables that a separate process does not get: it is not a rank of this run, and must not fail
+# where tests make this run fail.
+OF_THIS_PROCESS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TANDEM_FAIL_AT")
 
 
 def isolated_environment() -> dict[str, str]:
     """Return the environment to start child processes with: the current one plus NO_TELEMETRY and SAFE_PATH."""
     return {**os.environ, **NO_TELEMETRY, **SAFE_PATH}
+
+
+def separate_environment() -> dict[str, str]:
+    """Return the environment for a child process that runs another tandem command, which has nothing to do with this run."""
+    return {key: value for key, value in isolated_environment().items() if not key.startswith(OF_THIS_PROCESS)}
 
 
 @contextmanager

@@ -36,4 +36,4 @@ def test_the_bytes_of_a_gib_are_defined_once():
         for node in parsed(file).body
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "GIB" for t in node.targets)
     ]
-    assert homes == ["memory.py"]
+    assert homes == ["cache.py"]

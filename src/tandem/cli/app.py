@@ -38,7 +38,7 @@ class CommandGroup(TyperGroup):
 
 HELP_ORDER = (
     *("train", "eval", "report", "watch", "runs", "generate", "chat", "export"),
-    *("inspect", "prepare", "config", "fail-points"),
+    *("plan", "doctor", "inspect", "prepare", "config", "fail-points"),
 )
 LOADING_MESSAGE = "Loading torch and transformers (a few seconds)"
 NOTHING_KEPT = ". No incomplete files were kept; run the same command to start again."

@@ -7,11 +7,13 @@ import sys
 from tandem.cli import (  # noqa: F401
     chat,
     config,
+    doctor,
     eval,
     export,
     fail_points,
     generate,
     inspect,
+    plan,
     prepare,
     report,
     runs,

@@ -13,13 +13,9 @@ import yaml
 from tandem.config.schema import Config
 from tandem.config.yaml_text import YamlLimitError, read_yaml_text
 from tandem.errors import CheckpointError
-from tandem.isolation import isolated_environment
+from tandem.isolation import separate_environment
 from tandem.model.files.source import checkpoint_export
 from tandem.storage.cache import check_cache_dir, is_checkpoint
-
-# Environment variables that are not passed on: the child process is not a rank of this run, and must not fail where tests make
-# this run fail.
-OF_THIS_PROCESS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TANDEM_FAIL_AT")
 
 
 def export_named_checkpoints(config: Config, say: Callable[[str], None]) -> None:
@@ -41,9 +37,7 @@ def export_checkpoint(key: str, name: str, say: Callable[[str], None]) -> None:
     merged = ["--merged"] if _has_adapters(Path(name)) else []
     out = ["--out", str(checkpoint_export(key, name))]
     command = [sys.executable, "-P", "-m", "tandem", "export", name, "--no-measure", "--quiet", *merged, *out]
-    environment = {
-        name: value for name, value in isolated_environment().items() if not name.startswith(OF_THIS_PROCESS)
-    }
+    environment = separate_environment()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         said = done.stderr.strip().removeprefix("tandem: error: ").splitlines() or [f"exit code {done.returncode}"]

@@ -30,19 +30,29 @@ class PackingStats:
 def packing_stats(packer: Packer, bins: Bins, pairs_per_batch: int) -> PackingStats:
     """Return the statistics of a set whose preferences are packed in `bins`."""
     store, packed = packer.store, bins.order
-    rows = [packer.row_length(bin) * packer.num_rows(bin) for bin in bins]
-    tokens = row_sizes(store, "shared" if packer.arrangement == "shared" else "repeated")[packed]
+    positions = num_positions(packer, bins)
+    tokens = num_tokens(packer)[packed]
     pairs_per_pack = float(store.num_pairs[packed].sum()) / len(bins)
     return PackingStats(
         pack_length=packer.length,
         algorithm=packer.algorithm,
         num_packs=len(bins),
-        fill=int(tokens.sum()) / sum(rows),
+        fill=int(tokens.sum()) / positions,
         preferences_per_pack=len(packed) / len(bins),
         pairs_per_pack=pairs_per_pack,
         batch_in_packs=min(len(bins), max(1, round(pairs_per_batch / pairs_per_pack))),
-        padding_factor=_padded_positions(packer, packed) / sum(rows),
+        padding_factor=_padded_positions(packer, packed) / positions,
     )
+
+
+def num_positions(packer: Packer, bins: Bins) -> int:
+    """Return how many positions the rows of all bins have, including filler."""
+    return sum(packer.row_length(bin) * packer.num_rows(bin) for bin in bins)
+
+
+def num_tokens(packer: Packer) -> IntArray:
+    """Return how many tokens of each preference of the set are computed: [preferences]. Filler is not counted."""
+    return row_sizes(packer.store, "shared" if packer.arrangement == "shared" else "repeated")
 
 
 def packed_by_batch(packer: Packer, batches: Iterable[IntArray]) -> Bins:

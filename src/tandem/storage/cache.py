@@ -6,6 +6,7 @@ Files and folders are written under a temporary name, then synced to the disk an
 import hashlib
 import json
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
@@ -24,6 +25,7 @@ from tandem.storage.ownership import (
     temporary_folder,
 )
 
+GIB = 2**30
 # Hashes of larger files are stored in the cache. Hashing runs at about 0.7 GB/s, so smaller files are hashed each time.
 REMEMBERED_BYTES = 16 * 1024 * 1024
 MANIFEST_FINGERPRINT = "fingerprint_of_manifest"
@@ -63,6 +65,16 @@ def check_writable(folder: Path, what: str, instead: str) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"{what} cannot be written ({error.strerror}). {instead}") from None
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Return the free disk space where a folder is, or would be created. Return None if it cannot be found out."""
+    place = folder.absolute()
+    existing = next((one for one in (place, *place.parents) if one.is_dir()), None)
+    try:
+        return None if existing is None else shutil.disk_usage(existing).free
+    except OSError:
+        return None
 
 
 def real_path(path: str | Path) -> Path:

@@ -18,9 +18,9 @@ from tandem.model.lora.layers import LoraPlan
 from tandem.model.policy import Policy
 from tandem.packing.batches import GlobalBatch
 from tandem.packing.packer import BLOCK, DATASET_PACK, Packer, in_blocks, prepared_lengths, tokens_of_pairs
+from tandem.storage.cache import GIB
 from tandem.training.adamw import local_shard, state_bytes
 
-GIB = 2**30
 CPU_ROW_TOKENS = 1024  # for the tiny model 10 % faster than 512; 2,048 is another 5 % faster and needs twice the memory
 ROW_LENGTHS = (65536, 32768, 16384, 8192, 4096, 2048)
 # With 1.5 billion weights, rows twice as long were 1 % faster and needed 50 % more memory (docs/benchmarks.md).
@@ -51,13 +51,32 @@ class RowLength:
 
 
 @dataclass(frozen=True, slots=True)
+class FixedMemory:
+    """The memory per rank that does not depend on the length of rows, in bytes."""
+
+    weights: float
+    gradients: float
+    states: float  # of the optimizer
+    copy: float  # the bfloat16 copy of float32 weights, for computation
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.states + self.copy
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryEstimate:
     """The memory that a run is expected to need per rank, in bytes. The estimate is made before weights load."""
 
     num_weights: int
-    fixed: float  # weights, gradients, optimizer states, and the bfloat16 copy of the weights
+    parts: FixedMemory
     per_token: float
     head: float = LOGITS_BYTES
+
+    @property
+    def fixed(self) -> float:
+        """Weights, gradients, optimizer states, and the bfloat16 copy of the weights."""
+        return self.parts.total
 
     def temporary(self, tokens: int) -> float:
         """Return the bytes of activations and logits of a micro-batch with this many tokens."""
@@ -76,8 +95,8 @@ def estimate_memory(
     num = sum(parameter.numel() for parameter in empty_model(source).parameters())
     per_token = _bytes_per_token(source.config.get_text_config(), policy, precision)
     head = LOGITS_BYTES if device.type == "cuda" else 0  # chunks of logits are small on a CPU
-    fixed = _fixed_bytes(num, policy, lora, precision, mesh)
-    return MemoryEstimate(num_weights=num, fixed=fixed, per_token=per_token, head=head)
+    parts = _fixed_memory(num, policy, lora, precision, mesh)
+    return MemoryEstimate(num_weights=num, parts=parts, per_token=per_token, head=head)
 
 
 def auto_row_length(
@@ -120,9 +139,7 @@ def refuse_certain_overflow(
     For other runs, memory is measured after weights load (start/build.py).
     """
     available, whose = memory or device_memory(device), "the GPU" if device.type == "cuda" else "this machine"
-    bins = packer.bins(batch.preferences, batch.bounds)
-    length = packer.longest_row(bins)
-    together = min(packer.packs_per_micro_batch, -(-len(bins) // packer.share.num_ranks))
+    length, together = longest_micro_batch(packer, batch)
     temporary = need.temporary(length * together)
     if need.fixed + CERTAIN_SHARE * temporary > available:
         raise OutOfMemoryError(
@@ -131,6 +148,12 @@ def refuse_certain_overflow(
             f"{temporary / GIB:.0f}. "
             f"{suggest_less_memory(length, policy, shorter_rows_help=need.fixed < USABLE_SHARE * available)}"
         )
+
+
+def longest_micro_batch(packer: Packer, batch: GlobalBatch) -> tuple[int, int]:
+    """Return the tokens of the longest row of a batch, and the number of rows that are computed together."""
+    bins = packer.bins(batch.preferences, batch.bounds)
+    return packer.longest_row(bins), min(packer.packs_per_micro_batch, -(-len(bins) // packer.share.num_ranks))
 
 
 def suggest_less_memory(length: int, policy: PolicyConfig, *, shorter_rows_help: bool) -> str:
@@ -231,20 +254,30 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
 
-def _fixed_bytes(num: int, policy: PolicyConfig, lora: LoraPlan | None, precision: str, mesh: MeshShape) -> float:
-    """Return the bytes per rank for weights, gradients and optimizer states.
+def _fixed_memory(
+    num: int, policy: PolicyConfig, lora: LoraPlan | None, precision: str, mesh: MeshShape
+) -> FixedMemory:
+    """Return the memory per rank for weights, gradients and optimizer states.
 
     All are sharded over ranks, except quantised weights.
     """
+    gradient = 4  # gradients are summed in float32
     states = state_bytes(policy.optimizer.state_dtype)
     # Several ranks gather one layer at a time and keep no bfloat16 copy of the model.
     copy = 2 if policy.weights == "float32" and precision == "bfloat16" and mesh.num_ranks == 1 else 0
     if lora is not None:
         frozen = {"nf4": 0.6, "int8": 1.1, None: float(lora.dtype.itemsize)}[lora.quantization] * lora.num_frozen
-        trained = lora.num_trained * (8 + copy + states)
-        return frozen + trained / mesh.shard if lora.quantization else (frozen + trained) / mesh.shard
-    weights = (4 if policy.weights == "float32" else 2) + 4  # gradients are summed in float32
-    return num * (weights + copy + states) / mesh.shard
+        num, weight = lora.num_trained, 4
+    else:
+        frozen, weight = 0.0, 4 if policy.weights == "float32" else 2
+    is_sharded = lora is None or lora.quantization is None
+    per_rank = num / mesh.shard
+    return FixedMemory(
+        weights=(frozen / mesh.shard if is_sharded else frozen) + per_rank * weight,
+        gradients=per_rank * gradient,
+        states=per_rank * states,
+        copy=per_rank * copy,
+    )
 
 
 def _bytes_per_token(config: Any, policy: PolicyConfig, precision: str) -> float:

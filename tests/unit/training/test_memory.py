@@ -6,8 +6,9 @@ from running import short_run
 
 from tandem.config.sections.policy import Lora, Optimizer, Packing, Policy
 from tandem.errors import OutOfMemoryError
+from tandem.storage.cache import GIB
 from tandem.training import memory, trainer
-from tandem.training.memory import GIB, forecast, refuse_forecast_overflow, suggest_less_memory
+from tandem.training.memory import forecast, refuse_forecast_overflow, suggest_less_memory
 
 
 def model():

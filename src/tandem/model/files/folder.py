@@ -93,6 +93,11 @@ def weight_files(key: str, name: str, folder: Path, described: dict[str, Any]) -
     return files
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds any weight file. A downloaded index alone is not one."""
+    return any(file.is_file() for file in folder.glob(f"*{SUFFIX}"))
+
+
 def check_weight_file(place: str, file: Path) -> None:
     """Raise ConfigError if a file is missing, or links to anything outside its folder and the hub's cache."""
     if not file.is_file():
@@ -120,17 +125,18 @@ def read_weight_headers(place: str, files: list[Path]) -> StoredWeights:
     return StoredWeights(num_tensors, sum(file.stat().st_size for file in files))
 
 
-def refuse_large_counts(place: str, folder: Path, described: dict[str, Any], stored: StoredWeights) -> None:
+def refuse_large_counts(place: str, folder: Path, described: dict[str, Any], stored: StoredWeights | None) -> None:
     """Raise ConfigError if config.json asks for more layers, experts or heads than any real model has.
 
-    Building a model with so many parts would exhaust memory.
+    Building a model with so many parts would exhaust memory. `stored`: None if the folder has no weight files.
     """
-    limit = max(MAX_COUNT, stored.num_tensors)
+    limit = MAX_COUNT if stored is None else max(MAX_COUNT, stored.num_tensors)
+    known = f"the limit is {limit:,}" if stored is None else f"the weight files hold {stored.num_tensors:,} tensors"
     for key, value in _numbers(described):
         if COUNT.search(key) and value > limit:
             raise ConfigError(
-                f"{place}: {folder / 'config.json'} asks for {key} = {_shown(value)}, but the weight files hold "
-                f"{stored.num_tensors:,} tensors. Download the model again, or choose another."
+                f"{place}: {folder / 'config.json'} asks for {key} = {_shown(value)}, but {known}. Download the model again, or "
+                "choose another."
             )
 
 

@@ -11,6 +11,7 @@ from tandem.config.sections.section import EMBEDDED
 from tandem.errors import ConfigError, one_line
 from tandem.model.files.folder import (
     StoredWeights,
+    has_weights,
     read_json,
     read_weight_headers,
     refuse_large_counts,
@@ -66,10 +67,10 @@ class ModelSource:
         return self.config.get_text_config().vocab_size
 
 
-def find_model(policy: PolicyConfig) -> ModelSource:
-    """Find the model that policy.model_name names."""
+def find_model(policy: PolicyConfig, *, needs_weights: bool = True) -> ModelSource:
+    """Find the model that policy.model_name names. `needs_weights`: as in `find_source`."""
     refuse_revision(policy)
-    return find_source("policy.model_name", policy.model_name, policy.revision)
+    return find_source("policy.model_name", policy.model_name, policy.revision, needs_weights=needs_weights)
 
 
 def refuse_revision(policy: PolicyConfig) -> None:
@@ -95,17 +96,18 @@ def check_folder(key: str, name: str, folder: Path) -> None:
     raise ConfigError(f"{key} = {name}: {folder} holds no config.json, so it is not a model.{hint}")
 
 
-def find_source(key: str, name: str, revision: str | None) -> ModelSource:
+def find_source(key: str, name: str, revision: str | None, *, needs_weights: bool = True) -> ModelSource:
     """Find a model that is embedded, local or on the hub. Raise ConfigError if the model needs Python code from its repository.
 
-    `key`: the configuration key that names the model.
+    `key`: the configuration key that names the model. `needs_weights`: if False, weights are not downloaded, and the folder may
+    be without weight files; weight files that are there are still checked.
     """
     from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     refuse_run(key, name)
-    folder = _folder(key, name, revision)
+    folder = _folder(key, name, revision, with_weights=needs_weights)
     check_folder(key, name, folder)
     described = read_json(folder / "config.json")
     refuse_outside(folder, folder / "generation_config.json")
@@ -115,8 +117,9 @@ def find_source(key: str, name: str, revision: str | None) -> ModelSource:
             "which tandem does not run. Use a model type that transformers supports."
         )
     refuse_rebuilding(f"{key} = {name}", folder, described)
-    files = weight_files(key, name, folder, described)
-    stored = read_weight_headers(f"{key} = {name}", files)
+    stored = None
+    if needs_weights or has_weights(folder):
+        stored = read_weight_headers(f"{key} = {name}", weight_files(key, name, folder, described))
     refuse_large_counts(f"{key} = {name}", folder, described, stored)
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
@@ -214,7 +217,7 @@ def _named_tokenizer(name: str) -> Path:
     return download("policy.tokenizer.name", name, None, TOKENIZER_FILES)
 
 
-def _folder(key: str, name: str, revision: str | None) -> Path:
+def _folder(key: str, name: str, revision: str | None, *, with_weights: bool = True) -> Path:
     if name == EMBEDDED:
         from tandem.model.files.tiny import tiny_model
 
@@ -231,7 +234,8 @@ def _folder(key: str, name: str, revision: str | None) -> Path:
         return (Path(name) / "model").resolve()
     if Path(name).is_dir():
         return Path(name).resolve()
-    return download(key, name, revision, [*TOKENIZER_FILES, "*.safetensors", *LICENCE_FILES])
+    weights = ["*.safetensors"] if with_weights else []
+    return download(key, name, revision, [*TOKENIZER_FILES, *weights, *LICENCE_FILES])
 
 
 def checkpoint_export(key: str, name: str) -> Path:

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from tandem.config.sections.logger import GpuMonitoring
+from tandem.storage.cache import GIB
 from tandem.storage.ownership import open_own
-from tandem.training.memory import GIB
 
 
 def sample_gpus() -> dict[str, float]:

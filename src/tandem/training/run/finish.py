@@ -21,10 +21,9 @@ from tandem.exporting.card import CARD, CardFacts, data_sets, model_card
 from tandem.exporting.folder import ExportForm, export_form, reload, write_export
 from tandem.report.per_pair import PerPairFile
 from tandem.report.verdicts import Verdict, judge
-from tandem.storage.cache import write_atomically
+from tandem.storage.cache import GIB, write_atomically
 from tandem.terminal.commands import key_of, override, python_command, tandem_command, with_override
 from tandem.training.checkpoint.checkpoints import checkpoints, step_of
-from tandem.training.memory import GIB
 from tandem.training.metrics import PairTable
 from tandem.training.run.early_stopping import RestoredStep, is_exhausted, restore_best
 from tandem.training.start.build import Training

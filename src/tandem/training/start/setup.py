@@ -31,6 +31,7 @@ from tandem.packing.packer import SINGLE_RANK, Packer, RankShare, make_packer
 from tandem.report.trackers.tracking import check_packages
 from tandem.storage.cache import check_cache_dir, check_writable
 from tandem.training.memory import (
+    MemoryEstimate,
     RowLength,
     auto_row_length,
     describe_rows,
@@ -129,22 +130,27 @@ class Inputs:
     schedule: Schedule
 
 
-def check_model(config: Config) -> ModelSource:
-    """Find and check the model, and check the settings that need neither data nor a device."""
+def check_model(config: Config, *, needs_weights: bool = True) -> ModelSource:
+    """Find and check the model, and check the settings that need neither data nor a device.
+
+    `needs_weights`: as in `find_source`.
+    """
     check_cache_dir()
     check_scheduler(config.policy)
-    source = find_model(config.policy)
+    source = find_model(config.policy, needs_weights=needs_weights)
     check_packable(source, config.policy)
     return source
 
 
-def open_inputs(config: Config, source: ModelSource, bar: ProgressBar = no_bar) -> Inputs:
-    """Tokenise and check the sets, and plan the steps of the run."""
+def open_inputs(
+    config: Config, source: ModelSource, bar: ProgressBar = no_bar, *, needs_weights: bool = True
+) -> Inputs:
+    """Tokenise and check the sets, and plan the steps of the run. `needs_weights`: of reference.model, as in `find_source`."""
     folder = find_tokenizer(config.policy, source)
     tokenizer = load_tokenizer(folder)
     check_export(tokenizer, folder, source.config)
     template = make_template(tokenizer, config.policy.tokenizer)
-    reference_source = _find_reference(config, source, tokenizer)
+    reference_source = _find_reference(config, source, tokenizer, needs_weights=needs_weights)
     sets = open_sets(config, template, bar)
     _check_sets(sets, config, source)
     check_positions(sets, source, reference_source)
@@ -189,17 +195,28 @@ def fit_plan(inputs: Inputs, machine: Machine, share: RankShare = SINGLE_RANK, m
 
     `memory`: as in `set_up`.
     """
+    config, device = inputs.config, machine.device
+    plan, need = plan_rows(inputs, machine, share, memory)
+    for packer in (plan.train, *plan.validation.values()):
+        longest = min(packer.length, int(packer.sizes.max()))
+        refuse_large_masks(packer.length, longest, config.policy, device, memory=memory)
+    refuse_certain_overflow(need, plan.train, plan.batches.epoch(0)[0], config.policy, device=device, memory=memory)
+    return plan
+
+
+def plan_rows(
+    inputs: Inputs, machine: Machine, share: RankShare = SINGLE_RANK, memory: int | None = None
+) -> tuple[Plan, MemoryEstimate]:
+    """Choose row lengths for the device, and plan the packing. Return the plan and the memory that it is expected to need.
+
+    The plan may not fit in memory. `memory`: as in `set_up`.
+    """
     config, source, device, schedule = inputs.config, inputs.source, machine.device, inputs.schedule
     sizes = {"lora": machine.lora, "precision": machine.precision, "mesh": machine.mesh}
     need = estimate_memory(source, config.policy, device, **sizes)
     usual = auto_row_length(need, config.policy, device, memory)
     train, validation = _packers(inputs.sets, config, source, usual=usual, share=share)
-    for packer in (train, *validation.values()):
-        longest = min(packer.length, int(packer.sizes.max()))
-        refuse_large_masks(packer.length, longest, config.policy, device, memory=memory)
-    first_batch = schedule.batches.epoch(0)[0]
-    refuse_certain_overflow(need, train, first_batch, config.policy, device=device, memory=memory)
-    return Plan(
+    plan = Plan(
         sets=inputs.sets,
         train=train,
         validation=validation,
@@ -209,6 +226,7 @@ def fit_plan(inputs: Inputs, machine: Machine, share: RankShare = SINGLE_RANK, m
         num_pairs=schedule.num_pairs,
         highest_rate=highest_rate(config.policy, schedule.num_steps),
     )
+    return plan, need
 
 
 def _packers(
@@ -249,12 +267,12 @@ def _check_sets(sets: Sets, config: Config, source: ModelSource) -> None:
         check_vocabulary(store, source)
 
 
-def _find_reference(config: Config, source: ModelSource, tokenizer: Any) -> ModelSource | None:
+def _find_reference(config: Config, source: ModelSource, tokenizer: Any, *, needs_weights: bool) -> ModelSource | None:
     """Return the source of reference.model. Raise ConfigError if its vocabulary differs from the policy's."""
     name = config.reference.model
     if name is None:
         return None
-    other = find_source("reference.model", name, None)
+    other = find_source("reference.model", name, None, needs_weights=needs_weights)
     check_packable(other, config.policy)
     check_same_vocabulary(other, source, tokenizer)
     return other

@@ -1,0 +1,82 @@
+"""`tandem plan`: the memory, time, cost and disk space of a run, estimated before any weights load."""
+
+import math
+from pathlib import Path
+
+from tandem.config.load import LoadedConfig
+from tandem.data.store.sets import ProgressBar, no_bar
+from tandem.exporting.cached import export_named_checkpoints
+from tandem.model.load import empty_model
+from tandem.planning.cards import check_price
+from tandem.planning.estimate import Outline, find_target, outline
+from tandem.planning.records import DiskNeed, RunEstimate, Suggestion
+from tandem.planning.speed import ModelSize, Range, size_of
+from tandem.planning.suggestions import suggest
+from tandem.storage.cache import free_bytes
+from tandem.training.start.setup import Inputs, check_model, open_inputs
+
+HOUR = 3600
+
+
+def plan(
+    loaded: LoadedConfig, *, gpu: str | None = None, price_per_hour: float | None = None, bar: ProgressBar = no_bar
+) -> RunEstimate:
+    """Estimate what a run needs, without loading or downloading weights. Data is tokenised and kept in the cache.
+
+    `gpu`: the name of a card (`planning/cards.py`); None: this machine. `price_per_hour`: of the machine, in any currency.
+    `bar`: opens a progress bar. Raises the same errors as training, except that a run may exceed the memory.
+    """
+    check_price(price_per_hour)
+    target = find_target(gpu)
+    config = loaded.config
+    export_named_checkpoints(config, say=lambda text: None)
+    source = check_model(config, needs_weights=False)
+    inputs = open_inputs(config, source, bar, needs_weights=False)
+    size = size_of(empty_model(source))
+    found = outline(inputs, target, size)
+    suggestions: tuple[Suggestion, ...] = ()
+    if found.memory.verdict != "fits":
+        suggestions = suggest(loaded, inputs, target, size, bar)
+    cost = None
+    if found.time is not None and price_per_hour is not None:
+        total = found.time.total
+        cost = Range(total.low / HOUR * price_per_hour, total.high / HOUR * price_per_hour)
+    lora = found.machine.lora
+    return RunEstimate(
+        model=config.policy.model_name,
+        num_weights=size.num_weights,
+        num_trained=size.num_weights if lora is None else lora.num_trained,
+        card=target.card,
+        num_steps=found.plan.num_steps,
+        num_pairs=found.plan.num_pairs,
+        num_tokens=round(found.work.tokens),
+        rows=found.rows,
+        memory=found.memory,
+        time=found.time,
+        no_time=found.no_time,
+        price_per_hour=price_per_hour,
+        cost=cost,
+        disk=_disk_need(inputs, found, size, is_here=target.is_here),
+        suggestions=suggestions,
+    )
+
+
+def _disk_need(inputs: Inputs, found: Outline, size: ModelSize, *, is_here: bool) -> DiskNeed:
+    """`is_here`: whether the run is planned for this machine, so that its free space is of interest."""
+    config, lora, parts = inputs.config, found.machine.lora, found.need.parts
+    trained = lora.num_trained * 4 if lora is not None else parts.weights
+    checkpoint = trained + (parts.states if config.checkpointing.save_optimizer else 0)
+    num_saved = math.ceil(found.plan.num_steps / config.checkpointing.save_period)
+    # The latest one is kept next to the best ones, and one is removed only after the next one is written.
+    num = min(num_saved, config.checkpointing.keep_top_k + 2) if config.checkpointing.enabled else 0
+    auto = inputs.source.dtype.itemsize if lora is None or config.export.merge_lora else 4
+    itemsize = {"auto": auto, "float32": 4, "bfloat16": 2, "float16": 2}[config.export.dtype]
+    exported = size.num_weights if lora is None or config.export.merge_lora else lora.num_trained
+    folder = Path(config.run.dir or config.checkpointing.checkpoint_dir or "runs")
+    return DiskNeed(
+        checkpoint=checkpoint,
+        num_checkpoints=num,
+        export=exported * itemsize,
+        folder=str(folder),
+        free=free_bytes(folder) if is_here else None,
+    )

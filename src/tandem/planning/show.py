@@ -1,0 +1,118 @@
+"""Prints a RunEstimate."""
+
+from tandem.planning.records import MemoryNeed, RunEstimate, TimeNeed
+from tandem.planning.speed import Range
+from tandem.report.reporter import Reporter
+from tandem.storage.cache import GIB
+
+VERDICTS = {
+    "fits": "fits",
+    "tight": "may not fit: 15 % should stay free for what is not estimated",
+    "does not fit": "does not fit",
+}
+MINUTE, HOUR, DAY = 60, 3600, 86400
+
+
+def show(found: RunEstimate, reporter: Reporter) -> None:
+    """Print an estimate, and what to change if the run does not fit."""
+    fits = found.memory.verdict != "does not fit"
+    rows = [*_what(found), *_memory(found), *(_time(found) if fits else []), *_disk(found)]
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        reporter.say(f"{name:<{width}}  {value}", hang=width + 2)
+    if found.memory.verdict == "fits":
+        return
+    if not found.suggestions:
+        reporter.say("\nNo setting and no known card was found with which the run fits.")
+        return
+    reporter.say("\nWith each of these changes it fits:")
+    for one in found.suggestions:
+        time = "" if one.time is None else f", {duration(one.time.total)}"
+        reporter.say(f"- {one.change}: {gib(one.memory.total)} of {gib(one.memory.available)} GiB{time}", hang=2)
+        reporter.command(one.command)
+
+
+def _what(found: RunEstimate) -> list[tuple[str, str]]:
+    trained = "all trained" if found.num_trained == found.num_weights else f"{_count(found.num_trained)} trained"
+    where = "the CPU of this machine" if found.card is None else found.card.name
+    computed = "" if found.card is None or found.card.is_measured else " (computed, not measured)"
+    return [
+        ("model", f"{found.model}: {_count(found.num_weights)} weights, {trained}"),
+        ("planned for", f"{where}, {gib(found.memory.available)} GiB{computed}"),
+        (
+            "steps",
+            f"{found.num_steps:,}, with {found.num_pairs:,} pairs and {_count(found.num_tokens)} tokens (all tokenised)",
+        ),
+        ("rows", f"{found.rows.description}; {found.rows.fill:.1%} full"),
+    ]
+
+
+def _memory(found: RunEstimate) -> list[tuple[str, str]]:
+    need, rows = found.memory, found.rows
+    longest = "none" if rows.longest_that_fits is None else f"{rows.longest_that_fits:,} tokens"
+    return [
+        ("memory", f"{gib(need.total)} of {gib(need.available)} GiB: {VERDICTS[need.verdict]}"),
+        ("", _parts(need, rows.length, rows.together)),
+        ("longest row", f"{longest} with these settings"),
+    ]
+
+
+def _parts(need: MemoryNeed, length: int, together: int) -> str:
+    several = f"{together} " if together > 1 else ""
+    parts = {
+        "weights": need.weights,
+        "gradients": need.gradients,
+        "optimizer states": need.optimizer_states,
+        "bfloat16 copy": need.bfloat16_copy,
+        "reference": need.reference,
+        f"activations in {several}rows of {length:,} tokens": need.activations,
+        "logits": need.head,
+    }
+    return ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
+
+
+def _time(found: RunEstimate) -> list[tuple[str, str]]:
+    if found.time is None:
+        return [("time", found.no_time)]
+    time = found.time
+    rows = [("time", f"{duration(time.total)}: {_time_parts(time)}")]
+    rows.append(("speed", f"about {time.pairs_per_second:,.3g} pairs per second in training"))
+    if found.cost is not None:
+        rows.append(("cost", f"{found.cost.low:,.2f} to {found.cost.high:,.2f}, at {found.price_per_hour:g} per hour"))
+    return rows
+
+
+def _time_parts(time: TimeNeed) -> str:
+    parts = {"start": time.start, "reference": time.reference, "training": time.training, "validation": time.validation}
+    return ", ".join(f"{name} {duration(part)}" for name, part in parts.items() if part.high)
+
+
+def _disk(found: RunEstimate) -> list[tuple[str, str]]:
+    disk = found.disk
+    kept = f"{disk.num_checkpoints} checkpoint{'s' if disk.num_checkpoints != 1 else ''} of {gib(disk.checkpoint)}"
+    text = f"{gib(disk.total)} GiB in {disk.folder}: {kept}, export {gib(disk.export)}"
+    if disk.free is None:
+        return [("disk", text)]
+    enough = "" if disk.free >= disk.total else ": not enough. Free some space, or set run.dir to another disk"
+    return [("disk", f"{text}; {gib(disk.free)} GiB are free{enough}")]
+
+
+def duration(range: Range) -> str:
+    """Format a range of seconds with the unit of its upper end: "20 to 155 s", "15 to 21 h"."""
+    for unit, size in (("d", DAY), ("h", HOUR), ("min", MINUTE)):
+        if range.high >= 3 * size:
+            return f"{range.low / size:.2g} to {range.high / size:.2g} {unit}"
+    return f"{range.low:.0f} to {range.high:.0f} s" if range.high >= 1 else "under 1 s"
+
+
+def gib(size: float) -> str:
+    """Format bytes as a number of GiB with one decimal; small sizes as "<0.1"."""
+    value = size / GIB
+    return f"{value:,.1f}" if value >= 0.1 or not value else "<0.1"
+
+
+def _count(number: float) -> str:
+    for name, unit in (("billion", 1e9), ("million", 1e6)):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:,.0f}"

@@ -1,0 +1,158 @@
+"""Suggests settings and cards with which a run fits in memory. Each suggestion is planned again, so its numbers are right."""
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tandem.config.load import LoadedConfig, load_config
+from tandem.data.store.sets import ProgressBar
+from tandem.errors import TandemError
+from tandem.planning.cards import larger_cards
+from tandem.planning.estimate import Outline, Target, find_target, outline, with_config
+from tandem.planning.records import Suggestion
+from tandem.planning.speed import ModelSize
+from tandem.terminal.commands import install_command, tandem_command, with_override
+from tandem.training.memory import USABLE_SHARE
+from tandem.training.start.setup import Inputs
+
+CHECKPOINTING = "policy.activation_checkpointing"
+STATES = {"policy.optimizer.state_dtype": "int8"}
+WEIGHTS = {"policy.weights": "bfloat16_stochastic"}
+LORA = {"policy.lora.enabled": True}
+QUANTIZATION = "policy.lora.quantization"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Settings that need less memory. `keys`: their new values."""
+
+    words: str
+    keys: dict[str, Any]
+
+
+UNCHANGED = Change("", {})
+# From the change that affects the result least to the one that affects it most.
+CHANGES = (
+    Change("half of the activations computed again", {CHECKPOINTING: "selective"}),
+    Change("activations computed again", {CHECKPOINTING: "full"}),
+    Change("8-bit optimizer states", STATES),
+    Change("8-bit optimizer states, activations computed again", {**STATES, CHECKPOINTING: "full"}),
+    Change("bfloat16 weights", WEIGHTS),
+    Change("bfloat16 weights, 8-bit optimizer states", {**WEIGHTS, **STATES}),
+    Change("bfloat16 weights, 8-bit states, activations computed again", {**WEIGHTS, **STATES, CHECKPOINTING: "full"}),
+    Change("adapters only (LoRA)", LORA),
+    Change("adapters only (LoRA), activations computed again", {**LORA, CHECKPOINTING: "full"}),
+    Change(
+        "adapters on 4-bit weights (QLoRA), activations computed again",
+        {**LORA, QUANTIZATION: "nf4", CHECKPOINTING: "full"},
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Plans changed versions of a run whose model and data are already open."""
+
+    loaded: LoadedConfig
+    inputs: Inputs
+    size: ModelSize
+    known: dict[tuple[str, int], Outline | None] = field(default_factory=dict)
+
+    def plan(self, keys: dict[str, Any], target: Target) -> Outline | None:
+        """Plan the run with other settings. Return None if these settings do not work, or change nothing."""
+        place = (str(keys), target.memory)
+        if place not in self.known:
+            self.known[place] = self._plan(keys, target)
+        return self.known[place]
+
+    def _plan(self, keys: dict[str, Any], target: Target) -> Outline | None:
+        try:
+            config = load_config(self.loaded.file, self.overrides(keys), self.loaded.sent_variables).config
+            if keys and config == self.inputs.config:
+                return None
+            return outline(with_config(self.inputs, config), replace(target, is_here=False), self.size)
+        except TandemError:
+            return None
+
+    def overrides(self, keys: dict[str, Any]) -> list[str]:
+        """Return the overrides of the command line with these keys changed."""
+        found = list(self.loaded.overrides)
+        for key, value in keys.items():
+            found = with_override(found, key, value)
+        return found
+
+    def command(self, name: str, keys: dict[str, Any], options: Sequence[str] = ()) -> str:
+        file = ["--config", self.loaded.file, *self.loaded.options] if self.loaded.file else []
+        return tandem_command(name, *file, *self.overrides(keys), *options)
+
+
+def suggest(
+    loaded: LoadedConfig, inputs: Inputs, target: Target, size: ModelSize, bar: ProgressBar
+) -> tuple[Suggestion, ...]:
+    """Return changes with which the run fits: shorter rows, settings, and the smallest larger card."""
+    planner = Planner(loaded, inputs, size)
+    with bar("Trying settings", len(CHANGES) + 2) as advance:
+        found = list(_shorter_rows(planner, target))
+        advance(1)
+        fitting: list[Change] = []
+        for change in CHANGES:
+            # A change that contains one that fits would give up more than it has to.
+            is_needed = not any(one.keys.keys() <= change.keys.keys() for one in fitting)
+            if is_needed and (better := _fitting(planner, change, target)):
+                fitting.append(change)
+                found.append(better)
+            advance(1)
+        found += _larger_cards(planner, target, [UNCHANGED] if found else [UNCHANGED, *CHANGES])
+        advance(1)
+    return tuple(found)
+
+
+def _fitting(planner: Planner, change: Change, target: Target) -> Suggestion | None:
+    changed = planner.plan(change.keys, target)
+    if changed is None or changed.memory.verdict != "fits":
+        return None
+    return Suggestion(_words(change), planner.command("train", change.keys), changed.memory, changed.time)
+
+
+def _larger_cards(planner: Planner, target: Target, changes: Sequence[Change]) -> list[Suggestion]:
+    """Return the least change that fits on a larger card, and the smallest card on which one of the changes fits."""
+    found: list[Suggestion] = []
+    for change in changes:
+        here = planner.plan(change.keys, target)
+        if here is None:
+            continue
+        for card in larger_cards(target.memory):
+            # Rows are as short as they can be where a run does not fit, so no other card needs less memory for it.
+            is_too_small = here.memory.total > USABLE_SHARE * card.memory_bytes
+            if is_too_small or (found and card.memory_bytes >= found[-1].memory.available):
+                continue
+            changed = planner.plan(change.keys, find_target(card.name))
+            if changed is not None and changed.memory.verdict == "fits":
+                words = f"{card.name}, {_words(change)}" if change.words else card.name
+                command = planner.command("plan", change.keys, ["--gpu", card.name])
+                found.append(Suggestion(words, command, changed.memory, changed.time))
+                break
+    return [found[0], found[-1]] if len(found) > 1 else found
+
+
+def _words(change: Change) -> str:
+    needs_package = QUANTIZATION in change.keys and importlib.util.find_spec("bitsandbytes") is None
+    return f"{change.words}; first {install_command('qlora')}" if needs_package else change.words
+
+
+def _shorter_rows(planner: Planner, target: Target) -> Iterator[Suggestion]:
+    """Yield the longest row length that fits, if it holds every preference, and if rows are packed."""
+    packing = planner.inputs.config.policy.packing
+    now = planner.plan({}, target)
+    if now is None or packing.mode == "none" or now.rows.longest_that_fits is None:
+        return
+    # The length that is set is the longest of several, and a batch may take a longer one than now.
+    length = min(now.rows.longest_that_fits, now.rows.length)
+    keys: dict[str, Any] = {"policy.packing.pack_length": length}
+    if length < int(now.plan.train.store.longest.max()) or length >= now.rows.length:
+        return
+    changed = planner.plan(keys, target)
+    if changed is not None and changed.memory.verdict == "fits":
+        words = f"rows of {length:,} tokens"
+        yield Suggestion(words, planner.command("train", keys), changed.memory, changed.time)
