@@ -19,7 +19,7 @@ Model = Annotated[
     typer.Argument(
         metavar="MODEL|RUN",
         callback=expand_home_callback,
-        help="A model folder, a hub name, embedded, a run (its exported model) or its checkpoint. With http: a name on the server.",
+        help="A model folder, a hub name, embedded, a run (its exported model) or a checkpoint. With http: a name there.",
     ),
 ]
 Compare = Annotated[
