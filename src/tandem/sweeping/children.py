@@ -17,6 +17,7 @@ from tandem.runs import status_of
 from tandem.storage.ownership import open_own
 from tandem.training.run.stopping import SIGNALS, Stopping
 
+COMMAND = (sys.executable, "-P", "-m", "tandem.sweeping.child")
 POLL_SECONDS = 0.1
 # Of a run that was asked to stop; negative before it handles signals.
 STOPPED_EXIT_CODES = (*SIGNALS.values(), *(-one for one in SIGNALS))
@@ -127,7 +128,7 @@ def _start(task: Task, slot: int, environments: Sequence[Mapping[str, str]], sto
     with open_own(task.log, "ab") as log:
         begin = log.tell()
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tandem.sweeping.child", *task.arguments],
+            [*COMMAND, *task.arguments],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
