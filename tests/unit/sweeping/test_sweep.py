@@ -263,15 +263,6 @@ def test_several_at_a_time_start_one_after_another(tmp_path, monkeypatch):
     assert seconds > 0.8
 
 
-def test_the_gpu_of_a_slot_is_the_only_one_that_its_run_sees(tmp_path, monkeypatch):
-    monkeypatch.setattr(parallel, "visible_gpus", lambda: parallel.Gpus(("4", "6"), 100))
-    monkeypatch.setattr(parallel, "needed_bytes", lambda config, gpus: 80)
-    monkeypatch.setenv("STUB_SECONDS", "0.1")
-    sweep(["run.seed=1,2,3"], out="s")
-    notes = [json.loads(line)["gpu"] for line in (tmp_path / "notes.jsonl").read_text().splitlines()]
-    assert notes[:2] == ["4", "6"]
-
-
 # What is refused before anything is trained
 
 
