@@ -1,4 +1,4 @@
-"""Stands in for the process that trains a run of a sweep: prints steps and writes a run's directory, within a fraction of a second.
+"""Replaces the process that trains a run of a sweep: prints steps and writes a run's directory within a second.
 
 Its seed says what happens: 13 fails, 14 crashes, 99 trains until it is stopped.
 """

@@ -72,7 +72,10 @@ def test_runs_and_report_read_the_directory_of_a_sweep(whole, tmp_path):
     assert sorted(run["name"] for run in json.loads(ended.stdout)) == sorted(NAMES)
     everything = [str(path) for path in sorted((whole / "sweep").iterdir())]
     ended = subprocess.run(
-        command("report", *everything, "--out", str(tmp_path / "page.html")), capture_output=True, text=True, timeout=100
+        command("report", *everything, "--out", str(tmp_path / "page.html")),
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert (tmp_path / "page.html").is_file()

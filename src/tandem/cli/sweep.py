@@ -45,19 +45,15 @@ def run_sweep(
         raise ConfigError("tandem sweep starts the processes of its runs itself. Start it without torchrun.")
 
     from tandem.report.reporter import Reporter
-    from tandem.sweeping.show import show_plan, show_result
-    from tandem.sweeping.sweep import sweep
+    from tandem.sweeping.plan import make_plan
 
     reporter = Reporter("quiet" if quiet else "normal", as_json=as_json)
-    result = sweep(
-        overrides,
-        config=config,
-        out=out,
-        allow_env=allow_env or (),
-        parallel=parallel,
-        dry_run=dry_run,
-        reporter=reporter,
-    )
+    plan = make_plan(overrides, config, allow_env or (), reporter.progress)
+
+    from tandem.sweeping.show import show_plan, show_result
+    from tandem.sweeping.sweep import run_plan
+
+    result = run_plan(plan, out=out, parallel=parallel, dry_run=dry_run, reporter=reporter)
     if as_json:
         print(json.dumps(result.as_dict(), ensure_ascii=False, indent=1))
     else:

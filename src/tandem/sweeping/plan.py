@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tandem.errors import CheckpointError, ConfigError, TandemError
 from tandem.paths import check_paths
 from tandem.storage.cache import fingerprint, read_json, replacing
 from tandem.storage.ownership import refuse_other_than_file
-from tandem.sweeping.grid import NOT_SWEPT, Combination, parse_grid
+from tandem.sweeping.grid import NOT_SWEPT, Combination, Grid, parse_grid
 from tandem.terminal.commands import key_of, override, tandem_command
 from tandem.training.run.directory import SWEEP_FILE, numbers_in
 
@@ -65,18 +66,33 @@ class SweepPlan:
 
 def make_plan(
     overrides: Sequence[str],
-    config: str | None = None,
-    allow_env: Sequence[str] = (),
-    done: Callable[[], None] = lambda: None,
+    config: str | None,
+    allow_env: Sequence[str],
+    bar: Callable[..., AbstractContextManager[Callable[..., None]]],
 ) -> SweepPlan:
-    """Check every configuration of a grid, with the paths that it names. `done`: called after each of them.
+    """Check every configuration of a grid, with the paths that it names. An error names the combination.
 
-    An error names the combination.
+    `bar`: shows a progress bar, as Reporter.progress does.
     """
     grid = parse_grid(overrides)
     for one in overrides:
         if (key := key_of(one)) in ("run.dir", "checkpointing.checkpoint_dir"):
             raise ConfigError(f"override {one!r}: {NOT_SWEPT[key]}. Leave it out.")
+    with bar("Checking configurations", grid.num_runs) as done:
+        runs = _checked_runs(grid, config, allow_env, done)
+    return SweepPlan(
+        config=config,
+        arguments=tuple(overrides),
+        allow_env=tuple(allow_env),
+        swept=grid.swept,
+        runs=tuple(runs),
+    )
+
+
+def _checked_runs(
+    grid: Grid, config: str | None, allow_env: Sequence[str], done: Callable[..., None]
+) -> list[PlannedRun]:
+    """Return the runs of a grid. `done`: called after each of them is checked."""
     runs: list[PlannedRun] = []
     by_settings: dict[str, str] = {}
     for name, one in zip(grid.names(), grid.combinations(), strict=True):
@@ -91,13 +107,7 @@ def make_plan(
         by_settings[settings] = described
         runs.append(PlannedRun(name=name, combination=one, loaded=loaded, settings=settings))
         done()
-    return SweepPlan(
-        config=config,
-        arguments=tuple(overrides),
-        allow_env=tuple(allow_env),
-        swept=grid.swept,
-        runs=tuple(runs),
-    )
+    return runs
 
 
 def _load_checked(one: Combination, config: str | None, allow_env: Sequence[str]) -> LoadedConfig:

@@ -12,7 +12,6 @@ from tandem.report.reporter import Reporter
 from tandem.runs import Run
 from tandem.storage.ownership import remove_abandoned
 from tandem.sweeping.children import LOGS, Ended, Task, train_all
-from tandem.sweeping.grid import parse_grid
 from tandem.sweeping.parallel import choose_environments
 from tandem.sweeping.plan import SweepPlan, choose_folder, make_plan, write_plan
 from tandem.sweeping.records import SweepResult, SweepRun, measured, read_runs
@@ -45,8 +44,14 @@ def sweep(
     Raise StoppedError after a signal, when the runs that were training have saved their checkpoints.
     """
     reporter = reporter or Reporter("quiet")
-    with reporter.progress("Checking configurations", parse_grid(overrides).num_runs) as done:
-        plan = make_plan(overrides, config, allow_env, done)
+    plan = make_plan(overrides, config, allow_env, reporter.progress)
+    return run_plan(plan, out=out, parallel=parallel, dry_run=dry_run, reporter=reporter)
+
+
+def run_plan(
+    plan: SweepPlan, *, out: str | Path | None, parallel: int | None, dry_run: bool, reporter: Reporter
+) -> SweepResult:
+    """Train the runs of a checked sweep. The arguments and the result are those of `sweep`."""
     folder = choose_folder(plan, out)
     runs = [_record(plan, number, folder) for number in range(len(plan.runs))]
     if dry_run:

@@ -4,7 +4,7 @@ import math
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.config.load import parse_override, plain_value
@@ -62,6 +62,7 @@ SCALARS = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(st.one_of(SCALARS, st.lists(SCALARS, max_size=3)), min_size=2, max_size=5))
 def test_a_value_survives_being_written_as_a_list_of_values_and_parsed(given_values):
     text = ",".join(override("a.b", one).partition("=")[2] for one in given_values)
@@ -70,6 +71,7 @@ def test_a_value_survives_being_written_as_a_list_of_values_and_parsed(given_val
     assert list(map(type, found)) == list(map(type, given_values))
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(SCALARS, min_size=2, max_size=4), min_size=1, max_size=3))
 def test_names_are_different_and_safe_in_paths_and_overrides(lists):
     texts = [",".join(override("k", one).partition("=")[2] for one in one_list) for one_list in lists]
