@@ -13,6 +13,7 @@ import pytest
 
 from tandem.cli import main as cli
 from tandem.errors import CheckpointError, ConfigError, DataError, StoppedError
+from tandem.page.write import write_report
 from tandem.storage.cache import is_export
 from tandem.sweeping import children, parallel
 from tandem.sweeping.sweep import sweep
@@ -361,3 +362,15 @@ def test_torchrun_is_refused(monkeypatch, capsys):
 @pytest.mark.parametrize("arguments", [["run.seed=1"], ["run.seed=1,2", "--parallel", "0"]])
 def test_bad_arguments_end_with_exit_code_2(monkeypatch, capsys, arguments):
     assert command(monkeypatch, capsys, *arguments)[0] == 2
+
+
+def test_report_reads_the_runs_of_a_sweep(tmp_path):
+    sweep(["run.seed=1,2"], out="s")
+    for given in (["s"], [str(path) for path in sorted(Path("s").iterdir())]):
+        written = write_report(given, tmp_path / "page.html")
+        assert [run.name for run in written.runs] == ["seed-1", "seed-2"]
+    with pytest.raises(CheckpointError) as refused:
+        write_report(["s/sweep.json", "s/logs"])
+    assert str(refused.value) == "s/sweep.json: no run of this sweep has started. `tandem sweep` trains them."
+    with pytest.raises(CheckpointError):
+        write_report(["s/seed-9"])
