@@ -37,7 +37,7 @@ class CommandGroup(TyperGroup):
 
 
 HELP_ORDER = (
-    *("train", "eval", "report", "watch", "runs", "generate", "chat", "export"),
+    *("train", "sweep", "eval", "report", "watch", "runs", "generate", "chat", "export"),
     *("plan", "doctor", "inspect", "prepare", "config", "fail-points"),
 )
 LOADING_MESSAGE = "Loading torch and transformers (a few seconds)"

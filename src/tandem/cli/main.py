@@ -17,6 +17,7 @@ from tandem.cli import (  # noqa: F401
     prepare,
     report,
     runs,
+    sweep,
     train,
     watch,
 )

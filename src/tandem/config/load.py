@@ -187,7 +187,8 @@ def _merge(below: dict[Any, Any], above: dict[Any, Any]) -> dict[Any, Any]:
     return merged
 
 
-def _parse(text: str) -> Override:
+def parse_override(text: str) -> Override:
+    """Parse key=value, +key=value or ~key. The value may be a sweep, such as a,b or range(1,4)."""
     try:
         override = OverridesParser.create().parse_override(_without_tildes(text))
     except RecursionError:
@@ -204,14 +205,20 @@ def _parse(text: str) -> Override:
         ) from None
     if not override.key_or_group:
         raise ConfigError(f"override {text!r}: no key before the =. Write key=value.")
+    return override
+
+
+def _parse(text: str) -> Override:
+    """Parse an override of a single run. Raise ConfigError if it has several values."""
+    override = parse_override(text)
     if override.is_sweep_override():
         key, value = override.key_or_group, text.partition("=")[2]
         grouped = re.fullmatch(r"\d{1,3}(,\d{3})+", value)
         one_number = f" Write a number without commas: {key}={value.replace(',', '')}." if grouped else ""
         list_key = "data.train" if key == "data.train.data_path" else key  # a set has one path; data.train takes a list
         raise ConfigError(
-            f"override {text!r}: several values are a sweep, which a single run cannot do. Start one run per value, each "
-            f"with its own run.name. For a list, write {list_key}=[a,b].{one_number}"
+            f"override {text!r}: several values are a sweep, which a single run cannot do. To train one run per "
+            f"value, use `tandem sweep`. For a list, write {list_key}=[a,b].{one_number}"
         )
     return override
 
@@ -221,7 +228,7 @@ def _apply(override: Override, tree: dict[str, Any], origins: dict[str, str]) ->
     if override.type == OverrideType.DEL:
         _delete(override.key_or_group, tree)
     else:
-        _set(tree, path, _plain(override.value()))
+        _set(tree, path, plain_value(override.value()))
     prefix = override.key_or_group
     for key in [key for key in origins if key == prefix or key.startswith(prefix + ".")]:
         del origins[key]
@@ -265,12 +272,12 @@ def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
     tree[path[-1]] = value
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """Convert a value parsed by Hydra to plain Python types. Hydra represents quoted strings as objects."""
     if isinstance(value, dict):
-        return {str(_plain(k)): _plain(v) for k, v in value.items()}
+        return {str(plain_value(k)): plain_value(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_plain(v) for v in value]
+        return [plain_value(v) for v in value]
     value = value.text if hasattr(value, "text") else value
     return value.replace(TILDE, "~") if isinstance(value, str) else value
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.errors import ConfigError
+from tandem.errors import CheckpointError, ConfigError
 from tandem.page.comparison import best_of, comparison
 from tandem.page.curves import run_charts
 from tandem.page.data_sections import answers, data, length_charts, pack_chart, packing, pair_charts, pairs
@@ -14,6 +14,7 @@ from tandem.page.html import joined, tag
 from tandem.page.sections import curves, headline, settings, summary, verdicts_of
 from tandem.runs import Run, open_run
 from tandem.storage.cache import replacing
+from tandem.training.run.directory import SWEEP_FILE
 
 SECTIONS = {
     "summary": "Summary",
@@ -41,11 +42,15 @@ def write_report(
 ) -> Report:
     """Read runs and write their page: RUN/report.html for one, comparison.html in the working directory for several.
 
+    runs: directories of runs or of sweeps.
     out: another file. A file that is not a page of tandem is never replaced. each: goes through the runs, for a progress bar.
     """
-    if not 0 < len(runs) <= MAX_RUNS:
-        raise ConfigError(f"{len(runs)} runs: a page shows 1 to {MAX_RUNS}. Name fewer runs.")
-    found = tuple(open_run(path) for path in each([Path(run) for run in runs]))
+    paths = [path for run in runs for path in _runs_in(Path(run))]
+    if runs and not paths:
+        raise CheckpointError(f"{runs[0]}: no run of this sweep has started. `tandem sweep` trains them.")
+    if not 0 < len(paths) <= MAX_RUNS:
+        raise ConfigError(f"{len(paths)} runs: a page shows 1 to {MAX_RUNS}. Name fewer runs.")
+    found = tuple(open_run(path) for path in each(paths))
     default = found[0].path / "report.html" if len(found) == 1 else Path("comparison.html")
     page = default if out is None else Path(out)
     check_page(page)
@@ -55,6 +60,19 @@ def write_report(
         raise ConfigError(f"{page}: cannot be written ({error.strerror}). Choose another file with --out.") from None
     best = best_of(found) if len(found) > 1 else None
     return Report(page=page, runs=found, best=None if best is None else best.run)
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """Return the runs that a path names: itself, or those of a sweep. A sweep's own files, which SWEEP/* lists, name none."""
+    if _is_run(path):
+        return [path]
+    if (path / SWEEP_FILE).is_file():
+        return sorted(one for one in path.iterdir() if _is_run(one))
+    return [] if (path.parent / SWEEP_FILE).is_file() and path.exists() else [path]
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "config.yaml").is_file()
 
 
 def check_page(page: Path) -> None:

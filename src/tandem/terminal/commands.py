@@ -4,6 +4,7 @@ Python is called with -P, so that nothing is imported from the working directory
 """
 
 import json
+import math
 import re
 import shlex
 import shutil
@@ -59,6 +60,8 @@ def _quote(value: Any) -> str:
         return "{" + ",".join(f"{key}:{_quote(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(_quote, value)) + "]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # inf, -inf or nan; JSON has other names for them
     if not isinstance(value, str):
         return json.dumps(value)
     if PLAIN_TEXT.fullmatch(value):

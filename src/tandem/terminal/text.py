@@ -8,7 +8,7 @@ from rich.cells import cell_len
 from tandem.terminal.printable import escaped
 
 GAP = 2  # cells between two columns
-LEFT_ALIGNED = ("set", "metric", "of", "run", "status")  # columns of names; all others hold numbers
+LEFT_ALIGNED = ("set", "metric", "of", "run", "status", "settings")  # columns of names; all others hold numbers
 
 
 def wrap(text: str, width: int, hang: int | None = None) -> str:

@@ -299,8 +299,8 @@ def test_a_tilde_may_remove_an_unknown_key_that_a_file_holds(write):
 @pytest.mark.parametrize("values", ["1,2", "range(1,3)", "choice(1,2)"])
 def test_a_sweep_is_refused_with_what_to_do_instead(values):
     assert refusal(None, f"run.seed={values}") == (
-        f"override 'run.seed={values}': several values are a sweep, which a single run cannot do. Start one run per value, each "
-        "with its own run.name. For a list, write run.seed=[a,b]."
+        f"override 'run.seed={values}': several values are a sweep, which a single run cannot do. To train one run per "
+        "value, use `tandem sweep`. For a list, write run.seed=[a,b]."
     )
 
 

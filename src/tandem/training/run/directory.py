@@ -27,6 +27,7 @@ FILES = (
     *("setup.json", "pairs.json", "report.html"),
     *("logs/gpu.jsonl", "logs/mlflow.db", "logs/trackers.log", "samples/step_*.jsonl"),
 )
+SWEEP_FILE = "sweep.json"  # in the directory of a sweep, whose folders are runs
 FOLDERS = ("checkpoints", "exports", "logs", "model", "samples")
 # The final names of files that a run first writes under a temporary name, as regular expressions.
 TEMPORARY_NAMES = (
@@ -96,7 +97,7 @@ def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
             raise ConfigError(f"{key} = {given}: not empty, and {why_not_a_run(given)}. Choose another directory.")
         return given
     parent, stem = (Path(named).parent, Path(named).name) if named else (Path("runs"), config.run.name)
-    numbers = _numbers(parent, stem)
+    numbers = numbers_in(parent, stem)
     now = _config_now(loaded)
     for run in () if fresh else (parent / f"{stem}-{number}" for number in numbers):
         if not is_finished(run) and stored_config(run) == now:
@@ -150,7 +151,7 @@ def _is_raised(new: int | None, old: int | None) -> bool:
     return old is not None and (new is None or new > old)
 
 
-def _numbers(parent: Path, stem: str) -> list[int]:
+def numbers_in(parent: Path, stem: str) -> list[int]:
     """Return the numbers N of the existing directories named `stem-N`, the highest first."""
     numbers = [path.name[len(stem) + 1 :] for path in parent.glob(f"{glob.escape(stem)}-*")]
     return sorted((int(number) for number in numbers if _is_number(number)), reverse=True)

@@ -1,0 +1,46 @@
+"""Prints the plan of a sweep, and its result as a table."""
+
+from tandem.page.html import percent
+from tandem.report.reporter import Reporter
+from tandem.sweeping.records import SweepResult, SweepRun
+
+
+def show_plan(plan: SweepResult, reporter: Reporter) -> None:
+    """Print the runs that a sweep would train."""
+    finished = sum(run.status == "finished" for run in plan.runs)
+    reporter.say(f"{len(plan.runs)} runs in {plan.folder}, of which {finished} are finished. Nothing is trained.\n")
+    reporter.table(["run", "settings"], [[run.name, " ".join(run.values)] for run in plan.runs])
+
+
+def show_result(result: SweepResult, reporter: Reporter) -> None:
+    """Print a table of the runs, the best of them marked, and where the page is."""
+    metrics = dict.fromkeys(run.tracked.metric for run in result.runs if run.tracked)
+    # Of several metrics, each row says which one.
+    metric = next(iter(metrics)).replace("_", " ") if len(metrics) == 1 else "tracked metric"
+    reporter.say(f"\nSwept: {', '.join(result.swept)}")
+    rows = [_row(run, result, names_metric=len(metrics) > 1) for run in result.runs]
+    reporter.table(["run", "accuracy", "95 % interval", metric, "at step"], rows)
+    if result.best is not None and result.best.accuracy is not None:
+        clear = (
+            "The intervals of all other runs are below it."
+            if result.best_is_clear
+            else "Its interval overlaps with that of another run: the difference may be chance."
+        )
+        reporter.say(f"* best accuracy: {percent(result.best.accuracy.share)}. {clear}")
+    else:
+        reporter.say("No run is marked as the best: fewer than two finished runs were validated on the same pairs.")
+    if result.page is not None:
+        reporter.end(f"{result.page} compares the runs: open it in a browser.")
+
+
+def _row(run: SweepRun, result: SweepResult, *, names_metric: bool) -> list[str]:
+    mark = "* " if result.best is not None and run.name == result.best.name else "  "
+    interval, tracked = run.accuracy, run.tracked
+    value = "-" if tracked is None else f"{tracked.value:.4f}"
+    return [
+        f"{mark}{run.name}",
+        run.status if run.status != "finished" else "-" if interval is None else percent(interval.share),
+        "-" if interval is None else f"{percent(interval.low)} to {percent(interval.high)}",
+        f"{tracked.metric} {value}" if names_metric and tracked is not None else value,
+        "-" if tracked is None else f"{tracked.step:,}",
+    ]
