@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tandem.config.load import load_config
+from tandem.sweeping.grid import parse_grid
 from tandem.terminal import commands
 from tandem.terminal.commands import override, python_command, tandem_command, with_override
 
@@ -129,7 +130,10 @@ def test_every_command_in_the_docs_is_accepted_by_the_command_line(command):
     found = get_command(app).commands[name].make_context(name, arguments)  # pyright: ignore
     given = found.params.get("overrides") or []
     model = [f"policy.model_name={found.params['model']}"] if found.params.get("model") else []
-    load_config(None, [*given, *model])
+    # Every run of a sweep has overrides of its own.
+    runs = [one.overrides for one in parse_grid(given).combinations()] if name == "sweep" else [given]
+    for overrides in runs:
+        load_config(None, [*overrides, *model])
 
 
 def test_commands_are_found_in_the_docs():
