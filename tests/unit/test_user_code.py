@@ -88,8 +88,8 @@ def test_missing_files_and_functions():
         ("import sys\nsys.exit(3)\n", "mine.py:2 fails when it is imported, with SystemExit: 3"),
         (
             "import tandem\ntandem.train()\n",
-            "mine.py:2 fails when it is imported, with ConfigError: mine.py calls tandem.train while it is imported. Put the call "
-            "below `if __name__ == '__main__':`",
+            "mine.py:2 fails when it is imported, with ConfigError: mine.py calls tandem.train while it is imported. Put the "
+            "call below `if __name__ == '__main__':`",
         ),
     ],
 )
@@ -114,8 +114,8 @@ SETTINGS = "beta, label_smoothing, gt_reward_scale, discopop_tau, simpo_gamma, o
 def test_a_wrong_signature(arguments, what):
     written(f"def f({arguments}): pass\n")
     assert refusal("dpo.preference_loss=mine.py:f") == (
-        f"dpo.preference_loss = mine.py:f: its arguments are ({arguments}), but a loss is called as loss(pairs, beta=...): {what}. "
-        f"After the pairs, name only settings ({SETTINGS}) and arguments with a default."
+        f"dpo.preference_loss = mine.py:f: its arguments are ({arguments}), but a loss is called as loss(pairs, beta=...): {what}."
+        f" After the pairs, name only settings ({SETTINGS}) and arguments with a default."
     )
 
 
@@ -124,8 +124,8 @@ def test_a_wrong_signature(arguments, what):
     [
         (
             "return (beta * pairs.ratios.margin).mean()",
-            "for 3 pairs it returns a tensor of shape [] and type torch.float64, not one number for each pair, [3]. Do not average "
-            "over pairs: tandem does.",
+            "for 3 pairs it returns a tensor of shape [] and type torch.float64, not one number for each pair, [3]. Do not "
+            "average over pairs: tandem does.",
         ),
         ("return 1.0", "it returns float, not a tensor with one loss for each pair."),
         (
@@ -138,7 +138,10 @@ def test_a_wrong_signature(arguments, what):
             "its gradient is nan for an ordinary pair (log-probabilities -8 and -8, of the reference -8 and -8). Check the "
             "formula.",
         ),
-        ("return pairs.reference.margin * beta", "its values do not depend on the policy, so there is nothing to train."),
+        (
+            "return pairs.reference.margin * beta",
+            "its values do not depend on the policy, so there is nothing to train.",
+        ),
         ("return pairs.nothing", "it fails with AttributeError: 'Pairs' object has no attribute 'nothing'."),
     ],
 )
@@ -161,7 +164,12 @@ def marked(tmp_path: Path) -> str:
         ("dpo: {preference_loss: 'mine.py:focal'}", [], KEY, "mine.py:focal"),
         ("dpo: {preference_loss: {'mine.py:focal': 1.0}}", ["dpo.preference_loss.dpo=0.5"], KEY, "mine.py:focal"),
         ("run: {name: 'mine.py:focal'}", ["dpo.preference_loss=${run.name}"], KEY, "mine.py:focal"),
-        ("data: {train: {data_path: a.jsonl, dataset_name: 'mine.py:focal'}}", ["data.train.data_path=b.jsonl"], "", ""),
+        (
+            "data: {train: {data_path: a.jsonl, dataset_name: 'mine.py:focal'}}",
+            ["data.train.data_path=b.jsonl"],
+            "",
+            "",
+        ),
         ("data: {train: [{data_path: a.jsonl, dataset_name: 'mine.py:focal'}]}", [], "data.train[0].dataset_name", ""),
         ("data: {default: {dataset_name: 'mine.py:focal'}}", ["data.train=a.jsonl"], "data.default.dataset_name", ""),
         ("data: {val_data_paths: {a: {data_path: a.jsonl, dataset_name: 'mine.py:focal'}}}", [], None, ""),

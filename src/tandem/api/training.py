@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.api.process import own_process
 from tandem.api.result import TrainResult, read_result
 from tandem.api.rows import Rows, store_rows, with_places
-from tandem.config.load import LoadedConfig, Overrides, load_config, require_training_set
+from tandem.config.load import EMBEDDED_DEFAULT, LoadedConfig, Overrides, load_config, require_training_set
 from tandem.errors import AlreadyReportedError, ConfigError, StoppedError, TandemError
 from tandem.paths import check_run
 from tandem.report.reporter import Reporter, Verbosity
@@ -145,6 +145,7 @@ def _loaded(config: Overrides | str | Path | None, allow_env: Collection[str], *
 
 def _refuse_both(argument: str, key: str, paths: list[str | None], loaded: LoadedConfig) -> None:
     """Raise ConfigError if both the argument and the configuration give a set."""
-    is_set = any(one == key or one.startswith(f"{key}.data_path") for one in loaded.origins)
+    named = [origin for one, origin in loaded.origins.items() if one in (key, f"{key}.data_path")]
+    is_set = any(origin != EMBEDDED_DEFAULT for origin in named)
     if is_set and any(path is not None for path in paths):
         raise ConfigError(f"{argument} and {key} = {paths[0]} both give the data. Leave out one of them.")

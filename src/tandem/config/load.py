@@ -38,6 +38,7 @@ MAX_DEFAULTS = 64  # files in a chain of `defaults:`
 # Replaces a ~ at the start of a value, which Hydra does not accept. Quoted text is left alone.
 TILDE = "__tilde__"
 HOME_TILDE = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?:(?<=[\[{,:\s])|\A)~""")
+EMBEDDED_DEFAULT = "the embedded default"  # the origin of its values
 MAPPED_KEYS = ("dpo.preference_loss",)  # keys whose value may be a map, with keys that contain dots
 MODEL_OR_DATA = ("policy.model_name.", "data.train.", "data.validation.", "data.val_data_paths.", "data.default.")
 
@@ -204,7 +205,7 @@ def _start_without_file(changes: list[_Change]) -> TreeAndOrigins:
         return {}, {}
     text = resources.files("tandem.embedded").joinpath("default.yaml").read_text(encoding="utf-8")
     tree = yaml.safe_load(text)
-    return tree, dict.fromkeys(flatten(tree), "the embedded default")
+    return tree, dict.fromkeys(flatten(tree), EMBEDDED_DEFAULT)
 
 
 def _read(path: Path, above: tuple[Path, ...], known: dict[Path, TreeAndOrigins]) -> TreeAndOrigins:
