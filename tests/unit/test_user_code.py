@@ -114,8 +114,8 @@ SETTINGS = "beta, label_smoothing, gt_reward_scale, discopop_tau, simpo_gamma, o
 def test_a_wrong_signature(arguments, what):
     written(f"def f({arguments}): pass\n")
     assert refusal("dpo.preference_loss=mine.py:f") == (
-        f"dpo.preference_loss = mine.py:f: its arguments are ({arguments}), but a loss is called as loss(pairs, beta=...): {what}."
-        f" After the pairs, name only settings ({SETTINGS}) and arguments with a default."
+        f"dpo.preference_loss = mine.py:f: its arguments are ({arguments}), but a loss is called as loss(pairs, beta=...): "
+        f"{what}. After the pairs, name only settings ({SETTINGS}) and arguments with a default."
     )
 
 
