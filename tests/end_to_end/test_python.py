@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from models import MODEL
 from running import SHORT
 from scripts import ROOT
 
@@ -116,36 +117,50 @@ def test_a_bad_row_is_named_as_in_python(tmp_path):
     assert "rows[2]: rejected is null. Give it a value." in str(error.value)
 
 
-def run_script(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
+def run_script(text: str, folder: Path) -> str:
+    (folder / "script.py").write_text(text, encoding="utf-8")
+    done = subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-def test_every_snippet_of_the_page_runs(tmp_path):
+# A small model and few pairs, for the quick tests of the pages. The slow ones run them as they are.
+SMALL = {"policy.model_name": MODEL, "policy.max_total_sequence_length": 512, "policy.train_global_batch_size": 4}
+SIZES = [pytest.param(True, id="small"), pytest.param(False, id="as_written", marks=pytest.mark.slow)]
+
+
+def with_small_model(text: str, after: str, more: dict[str, str] | None = None) -> str:
+    """Insert the settings of the small model after each occurrence of a text."""
+    assert after in text
+    inserted = ", ".join(f"{key!r}: {value!r}" for key, value in {**SMALL, **(more or {})}.items())
+    return text.replace(after, f"{after}{inserted}, ")
+
+
+@pytest.mark.parametrize("small", SIZES)
+def test_every_snippet_of_the_page_runs(tmp_path, small):
     page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
     snippets = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
-    (tmp_path / "page.py").write_text("\n".join(snippets), encoding="utf-8")
-    done = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
     assert len(snippets) == 5
-    assert "runs/first, step 3: its model is in runs/first/model" in done.stdout
-    assert "a callback" in done.stdout
+    text = "\n".join(snippets)
+    if small:
+        text = with_small_model(with_small_model(text, '{"dpo": {"max_num_steps": 3}, '), "settings = {")
+    printed = run_script(text, tmp_path)
+    assert "runs/first, step 3: its model is in runs/first/model" in printed
+    assert "runs/best 3" in printed and "a callback" in printed
 
 
-def test_the_notebook_runs_from_the_first_cell_to_the_last(tmp_path):
-    """The cells run in order in one namespace, inside a running event loop as in Jupyter.
-
-    With a live reference, which is not computed for all bundled pairs first.
-    """
-    code = f"""
-import asyncio, json
-cells = json.load(open({str(ROOT / "examples/python.ipynb")!r}))["cells"]
-async def run():
-    for cell in cells:
-        if cell["cell_type"] == "code":
-            source = "".join(cell["source"]).replace("short = {{", "short = {{'reference.mode': 'live', ")
-            exec(compile(source, "<cell>", "exec"), globals())
-asyncio.run(run())
-"""
-    done = run_script(code, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "runs/exported step 4"
+@pytest.mark.parametrize("small", SIZES)
+def test_the_notebook_runs_from_the_first_cell_to_the_last(tmp_path, small):
+    """The cells run in order in one namespace without a file, inside a running event loop, as in Jupyter."""
+    cells = json.loads((ROOT / "examples/python.ipynb").read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    if small:
+        sources[0] = with_small_model(sources[0], "short = {", {"data.train.data_path": "embedded"})
+        sources[0] = sources[0].replace("}  # {}", ", 'data.validation': None, 'reference.mode': 'live'}  # {}")
+    printed = run_script(
+        f"import asyncio, json\n\ncells = {sources!r}\n\n\nasync def run():\n    for source in cells:\n"
+        "        exec(compile(source, '<cell>', 'exec'), namespace)\n\n\n"
+        "namespace = {'__name__': 'notebook'}\nasyncio.run(run())\n",
+        tmp_path,
+    )
+    assert printed.splitlines()[-1] == "runs/exported step 4"
