@@ -125,7 +125,7 @@ def run_script(text: str, folder: Path) -> str:
 
 
 # A small model and few pairs, for the quick tests of the pages. The slow ones run them as they are.
-SMALL = {"policy.model_name": MODEL, "policy.max_total_sequence_length": 512, "policy.train_global_batch_size": 4}
+SMALL = {"policy.model_name": str(MODEL), "policy.max_total_sequence_length": 512, "policy.train_global_batch_size": 4}
 SIZES = [pytest.param(True, id="small"), pytest.param(False, id="as_written", marks=pytest.mark.slow)]
 
 
