@@ -90,6 +90,11 @@ class StoppedError(TandemError):
     def __init__(self, reason: str, exit_code: int = 143):
         super().__init__(f"stopped by {reason}")
         self.exit_code = exit_code
+        self.reason = reason
+
+
+class CallbackError(TandemError):
+    """A callback of the user's failed. Its exception is the cause (`__cause__`). The run can be resumed."""
 
 
 class Terminated(BaseException):

@@ -232,7 +232,7 @@ def test_facts_read_back_as_written(tmp_path):
     }
 
 
-@pytest.mark.parametrize("name", ["tokens", "packs", "reference", "models", "hashes", "hub", "tokenizers"])
+@pytest.mark.parametrize("name", ["tokens", "packs", "reference", "models", "hashes", "hub", "rows", "tokenizers"])
 @pytest.mark.parametrize("what", ["a file", "a link to nothing"])
 def test_a_file_where_the_cache_has_a_folder_is_refused_and_stays(tmp_path, monkeypatch, name, what):
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))

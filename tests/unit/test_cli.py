@@ -306,7 +306,7 @@ def test_the_resolved_configuration_is_printed_as_yaml(monkeypatch, capsys, tmp_
     file.write_text("run: {seed: 1, name: mine}", encoding="utf-8")
     code, out, err = run_here(monkeypatch, capsys, "config", "-c", str(file), "run.seed=2")
     assert (code, err) == (0, "")
-    assert yaml.safe_load(out)["run"] == {"name": "mine", "dir": None, "seed": 2, "deterministic": False}
+    assert yaml.safe_load(out)["run"] == {"name": "mine", "dir": None, "seed": 2, "deterministic": False, "code": {}}
 
 
 def test_a_missing_configuration_file_is_reported_with_exit_code_2(monkeypatch, capsys, tmp_path):

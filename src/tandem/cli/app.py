@@ -85,6 +85,14 @@ AllowEnv = Annotated[
     ),
 ]
 
+AllowCode = Annotated[
+    bool,
+    typer.Option(
+        "--allow-code",
+        help="Let the configuration file name Python code to run (FILE.py:FUNCTION). Overrides may anyway.",
+    ),
+]
+
 
 def with_option(overrides: list[str], option: str, key: str, value: str | int | None) -> list[str]:
     """Return `overrides` plus the override key=value. If `value` is None, return `overrides` unchanged.

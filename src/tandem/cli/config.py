@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.app import AllowEnv, ConfigFile, Overrides, app
+from tandem.cli.app import AllowCode, AllowEnv, ConfigFile, Overrides, app
 
 
 @app.command("config")
@@ -12,6 +12,7 @@ def show_config(
     overrides: Overrides = None,
     config: ConfigFile = None,
     allow_env: AllowEnv = None,
+    allow_code: AllowCode = False,
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON schema of configuration files, for editors.")
     ] = False,
@@ -26,4 +27,4 @@ def show_config(
         return
     from tandem.config.load import load_config
 
-    print(load_config(config, overrides or [], allow_env or ()).as_yaml(), end="")
+    print(load_config(config, overrides or [], allow_env or (), allow_code=allow_code).as_yaml(), end="")

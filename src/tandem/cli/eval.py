@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.app import LOADING_MESSAGE, app, expand_home_callback
+from tandem.cli.app import LOADING_MESSAGE, AllowCode, app, expand_home_callback
 
 OVERRIDE = re.compile(r"[+~]*[a-z_]+(\.[A-Za-z0-9_-]+)+=.*|~[a-z_.]+", re.DOTALL)
 
@@ -67,6 +67,7 @@ def evaluate_model(
     limit: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Examples per task of --lm-eval. Default: all.")
     ] = None,
+    allow_code: AllowCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result, warnings and errors.")] = False,
 ) -> None:
@@ -90,6 +91,7 @@ def evaluate_model(
         include_path=Path(include_path) if include_path else None,
         limit=limit,
         overrides=[one for one in given if OVERRIDE.fullmatch(one)],
+        allow_code=allow_code,
     )
     if not quiet:
         print(LOADING_MESSAGE, flush=True, file=sys.stderr)

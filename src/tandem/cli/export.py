@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tandem.cli.app import LOADING_MESSAGE, AllowEnv, app, expand_home_callback, is_distributed
+from tandem.cli.app import LOADING_MESSAGE, AllowCode, AllowEnv, app, expand_home_callback, is_distributed
 from tandem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def export(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be uploaded; upload nothing.")] = False,
     allow_env: AllowEnv = None,
+    allow_code: AllowCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only warnings, errors and the result.")] = False,
 ) -> None:
@@ -83,6 +84,7 @@ def export(
         push_to_hub=push_to_hub,
         dry_run=dry_run,
         allow_env=allow_env or (),
+        allow_code=allow_code,
     )
     reporter = Reporter("quiet" if quiet or as_json else "normal")
     reporter.say(LOADING_MESSAGE)

@@ -5,7 +5,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tandem.cli.app import LOADING_MESSAGE, AllowEnv, ConfigFile, Overrides, app, expand_home_callback, with_option
+from tandem.cli.app import (
+    LOADING_MESSAGE,
+    AllowCode,
+    AllowEnv,
+    ConfigFile,
+    Overrides,
+    app,
+    expand_home_callback,
+    with_option,
+)
 from tandem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,6 +27,7 @@ def prepare(
     overrides: Overrides = None,
     config: ConfigFile = None,
     allow_env: AllowEnv = None,
+    allow_code: AllowCode = False,
     pack_sizes: Annotated[
         str | None,
         typer.Option(
@@ -63,7 +73,7 @@ def prepare(
 
     changes = with_option(overrides or [], "--packing-algorithm", "policy.packing.algorithm", packing_algorithm)
     changes = with_option(changes, "--seed", "run.seed", seed)
-    loaded = load_config(config, changes, allow_env or ())
+    loaded = load_config(config, changes, allow_env or (), allow_code=allow_code)
     verbosity: Verbosity = "quiet" if quiet or as_json else "normal"
     output, nemo = (Path(folder) if folder else None for folder in (output_dir, to_nemo))
     lengths = _parse_lengths(pack_sizes)

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tandem.cli.app import LOADING_MESSAGE, AllowEnv, ConfigFile, Overrides, app, expand_home_callback, is_distributed
+from tandem.cli.app import (
+    LOADING_MESSAGE,
+    AllowCode,
+    AllowEnv,
+    ConfigFile,
+    Overrides,
+    app,
+    expand_home_callback,
+    is_distributed,
+)
 from tandem.errors import AlreadyReportedError, ConfigError, TandemError
 from tandem.terminal.commands import override
 from tandem.terminal.streams import continue_without_reader
@@ -24,6 +33,7 @@ def train(
     overrides: Overrides = None,
     config: ConfigFile = None,
     allow_env: AllowEnv = None,
+    allow_code: AllowCode = False,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -60,7 +70,9 @@ def train(
         config, overrides = f"{resume}/config.yaml", [*(overrides or []), override("run.dir", resume)]
     per_pair_file = Path(per_pair) if per_pair else None
     with _reported_once_per_machine():
-        loaded = _load_checked(config, overrides or [], allow_env or [], fresh=fresh, per_pair=per_pair_file)
+        loaded = _load_checked(
+            config, overrides or [], allow_env or [], fresh=fresh, per_pair=per_pair_file, allow_code=allow_code
+        )
     silent = quiet or (as_json and not verbose)
     if not silent and os.environ.get("RANK", "0") == "0":
         print(LOADING_MESSAGE, flush=True, file=sys.stderr if as_json else sys.stdout)
@@ -69,13 +81,19 @@ def train(
 
 
 def _load_checked(
-    config: str | None, overrides: list[str], allow_env: list[str], *, fresh: bool, per_pair: Path | None
+    config: str | None,
+    overrides: list[str],
+    allow_env: list[str],
+    *,
+    fresh: bool,
+    per_pair: Path | None,
+    allow_code: bool,
 ) -> "LoadedConfig":
     """Load the configuration, and check everything that can be checked without torch."""
     from tandem.config.load import load_config, require_training_set
     from tandem.paths import check_run
 
-    loaded = load_config(config, overrides, allow_env)
+    loaded = load_config(config, overrides, allow_env, allow_code=allow_code)
     require_training_set(loaded.config)
     check_run(loaded, fresh=fresh, per_pair=per_pair)
     return loaded

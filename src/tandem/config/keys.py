@@ -18,6 +18,7 @@ from pydantic_core import PydanticUndefined
 
 from tandem.config.schema import Config
 from tandem.config.sections.scheduler import NAMED
+from tandem.config.sections.section import UserFunctionName
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,8 @@ def _section(annotation: Any) -> type[BaseModel] | None:
 
 def _spell(annotation: Any) -> str:
     origin = typing.get_origin(annotation)
+    if annotation == UserFunctionName:
+        return "FILE.py:FUNCTION"
     if origin is typing.Annotated:
         return _spell(typing.get_args(annotation)[0])
     if origin is Literal:

@@ -3,9 +3,10 @@
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,23 +18,39 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from tandem.config.code import load_named_functions
 from tandem.config.compat.suggest import describe_unknown_key
 from tandem.config.environment import Place, as_written, check_sent_variables, interpolations, limited_resolution
 from tandem.config.keys import all_keys, key_names
 from tandem.config.schema import Config
 from tandem.config.sections.datasets import DatasetFields
 from tandem.config.sections.section import EMBEDDED, expand_home
-from tandem.config.validation import COMMAND_LINE, flatten, origin_of, validate
+from tandem.config.validation import COMMAND_LINE, GIVEN_BY_USER, PYTHON, flatten, origin_of, validate
 from tandem.config.yaml_text import YamlLimitError, is_scalar, listed_in, read_yaml_text, resolve_config_path, to_yaml
 from tandem.errors import ConfigError, one_line
-from tandem.terminal.printable import SECRETS
+from tandem.terminal.commands import override as override_text
+from tandem.terminal.printable import SECRETS, Secrets
+from tandem.user_code import name_function
 
+Overrides = Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 TreeAndOrigins = tuple[dict[str, Any], dict[str, str]]  # a tree of values, and the file that each key came from
 MAX_DEFAULTS = 64  # files in a chain of `defaults:`
 # Replaces a ~ at the start of a value, which Hydra does not accept. Quoted text is left alone.
 TILDE = "__tilde__"
 HOME_TILDE = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?:(?<=[\[{,:\s])|\A)~""")
+EMBEDDED_DEFAULT = "the embedded default"  # the origin of its values
+MAPPED_KEYS = ("dpo.preference_loss",)  # keys whose value may be a map, with keys that contain dots
 MODEL_OR_DATA = ("policy.model_name.", "data.train.", "data.validation.", "data.val_data_paths.", "data.default.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A change of one key: the value to set, or `deletes`."""
+
+    key: str
+    value: Any = None
+    deletes: bool = False
+    origin: str = COMMAND_LINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +62,29 @@ class LoadedConfig:
     # Values that may come from the environment, with the interpolation that is shown instead.
     from_environment: dict[Place, Any]
     file: str | None = None  # the configuration file, if one was given
-    overrides: tuple[str, ...] = ()  # as written
+    given: tuple[str | Mapping[str, Any], ...] = ()  # overrides, as given
     sent_variables: tuple[str, ...] = ()  # environment variables that are sent to trackers or the hub
+    allows_code: bool = False  # whether the file may name Python code
+    secrets: Secrets = field(default_factory=Secrets, repr=False, compare=False)  # values to hide in messages
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The overrides as texts, for commands to copy."""
+        return tuple(
+            text
+            for one in self.given
+            for text in (
+                [override_text(change.key, change.value) for change in _changes_in(one)]
+                if isinstance(one, Mapping)
+                else [one]
+            )
+        )
 
     @property
     def options(self) -> list[str]:
-        """The --allow-env options that a command needs if it reads this configuration from a file."""
-        return [part for name in self.sent_variables for part in ("--allow-env", name)]
+        """The --allow-env and --allow-code options that a command needs if it reads this configuration from a file."""
+        code = ["--allow-code"] if self.config.run.code else []
+        return [*code, *(part for name in self.sent_variables for part in ("--allow-env", name))]
 
     def as_yaml(self) -> str:
         """Return the resolved configuration as YAML. Values from the environment are shown as interpolations, ${...}.
@@ -68,33 +101,75 @@ class LoadedConfig:
         return to_yaml(tree)
 
 
-def load_config(file: str | None, overrides: Sequence[str], allow_env: Collection[str] = ()) -> LoadedConfig:
-    """Read a file (or the embedded default), apply Hydra-style overrides, and validate the result.
+def load_config(
+    file: str | Path | None = None,
+    overrides: Overrides = (),
+    allow_env: Collection[str] = (),
+    *,
+    allow_code: bool = False,
+) -> LoadedConfig:
+    """Read a file (or the embedded default), apply overrides, and validate the result.
 
-    `allow_env`: environment variables whose values a file may send to trackers or the hub.
+    overrides: Hydra-style texts, such as "dpo.max_num_steps=10", or a dict of keys to values, nested or with dots. A value that
+    is a function is the user's own loss or format (docs/python.md).
+    allow_env: environment variables whose values a file may send to trackers or the hub.
+    allow_code: whether a file may name Python code to run, as FILE.py:FUNCTION. Overrides may.
     """
     SECRETS.clear()
-    parsed = [_parse(override) for override in overrides]
-    tree, origins = _read(Path(expand_home(file)), (), {}) if file else _start_without_file(parsed)
-    for override in parsed:
-        _apply(override, tree, origins)
+    given = deepcopy((overrides,) if isinstance(overrides, Mapping | str) else tuple(overrides))
+    file = None if file is None else str(file)
+    changes = [change for one in given for change in (_changes_in(one) if isinstance(one, Mapping) else [_parse(one)])]
+    tree, origins = _read(Path(expand_home(file)), (), {}) if file else _start_without_file(changes)
+    for change in changes:
+        _apply(change, tree, origins)
     from_environment = as_written(tree)
     everything = _with_defaults(tree)
     with _one_line_errors(), limited_resolution():
         found = interpolations(tree, everything)
         resolved: Any = OmegaConf.to_container(everything, resolve=True)
     hidden = {".".join(map(str, place)): value for place, value in from_environment.items()}
-    config = validate(_given_part(tree, resolved), origins, hidden)
+    values = _given_part(tree, resolved)
+    may_be_from_file = {one.key: file for one in found} if file else {}
+    code = load_named_functions(values, origins, may_be_from_file, allow_code=allow_code)
+    config = validate(values, origins, hidden)
     from_files = {one.place: origin_of(one.key, origins) for one in found}
-    from_files = {place: origin for place, origin in from_files.items() if origin != COMMAND_LINE}
+    from_files = {place: origin for place, origin in from_files.items() if origin not in GIVEN_BY_USER}
     return LoadedConfig(
-        config=config,
+        config=config.model_copy(update={"run": config.run.model_copy(update={"code": code})}),
         origins=origins,
         from_environment=from_environment,
         file=file,
-        overrides=tuple(overrides),
+        given=given,
         sent_variables=check_sent_variables(config, found, from_files, allow_env),
+        allows_code=allow_code,
+        secrets=SECRETS.copy(),
     )
+
+
+def _changes_in(tree: Mapping[str, Any]) -> list[_Change]:
+    """Return the changes that a dict describes. Its keys may be nested, or have dots: {"run": {"seed": 1}}, {"run.seed": 1}."""
+    found: list[_Change] = []
+
+    def add(prefix: str, value: Any) -> None:
+        if isinstance(value, Mapping) and value and prefix not in MAPPED_KEYS:
+            for key, inner in value.items():
+                add(f"{prefix}.{key}" if prefix else str(key), inner)
+        else:
+            found.append(_Change(prefix, _without_functions(prefix, value), origin=PYTHON))
+
+    add("", tree)
+    return [change for change in found if change.key]
+
+
+def _without_functions(key: str, value: Any) -> Any:
+    """Return a value with functions replaced by their names, and paths by texts."""
+    if isinstance(value, Mapping):
+        return {_without_functions(key, name): _without_functions(key, inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_functions(key, one) for one in value]
+    if isinstance(value, Path):
+        return str(value)
+    return name_function(key, value) if callable(value) else value
 
 
 def require_training_set(config: Config) -> None:
@@ -122,15 +197,15 @@ def _setting_that_needs_training_set(config: Config) -> str | None:
     return None if "train" in data.model_fields_set else given
 
 
-def _start_without_file(parsed: list[Override]) -> TreeAndOrigins:
+def _start_without_file(changes: list[_Change]) -> TreeAndOrigins:
     # The learning rate of the embedded default is for a tiny random model, so it must not apply to other models:
     # the embedded default is used only if neither a model nor data is given.
-    keys = [override.key_or_group for override in parsed]
+    keys = [change.key for change in changes]
     if "policy" in keys or "data" in keys or any(f"{key}.".startswith(MODEL_OR_DATA) for key in keys):
         return {}, {}
     text = resources.files("tandem.embedded").joinpath("default.yaml").read_text(encoding="utf-8")
     tree = yaml.safe_load(text)
-    return tree, dict.fromkeys(flatten(tree), "the embedded default")
+    return tree, dict.fromkeys(flatten(tree), EMBEDDED_DEFAULT)
 
 
 def _read(path: Path, above: tuple[Path, ...], known: dict[Path, TreeAndOrigins]) -> TreeAndOrigins:
@@ -208,7 +283,7 @@ def parse_override(text: str) -> Override:
     return override
 
 
-def _parse(text: str) -> Override:
+def _parse(text: str) -> _Change:
     """Parse an override of a single run. Raise ConfigError if it has several values."""
     override = parse_override(text)
     if override.is_sweep_override():
@@ -220,19 +295,20 @@ def _parse(text: str) -> Override:
             f"override {text!r}: several values are a sweep, which a single run cannot do. To train one run per "
             f"value, use `tandem sweep`. For a list, write {list_key}=[a,b].{one_number}"
         )
-    return override
-
-
-def _apply(override: Override, tree: dict[str, Any], origins: dict[str, str]) -> None:
-    path = override.key_or_group.split(".")
     if override.type == OverrideType.DEL:
-        _delete(override.key_or_group, tree)
+        return _Change(override.key_or_group, deletes=True)
+    return _Change(override.key_or_group, plain_value(override.value()))
+
+
+def _apply(change: _Change, tree: dict[str, Any], origins: dict[str, str]) -> None:
+    if change.deletes:
+        _delete(change.key, tree)
     else:
-        _set(tree, path, plain_value(override.value()))
-    prefix = override.key_or_group
+        _set(tree, change.key.split("."), change.value)
+    prefix = change.key
     for key in [key for key in origins if key == prefix or key.startswith(prefix + ".")]:
         del origins[key]
-    origins[prefix] = COMMAND_LINE
+    origins[prefix] = change.origin
 
 
 def _delete(key: str, tree: dict[str, Any]) -> None:

@@ -6,13 +6,15 @@ from collections.abc import Collection, Iterable, Mapping
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
-from tandem.loss.declare import BETA, INPUT_SETTINGS, Scope
+from tandem.config.sections.section import UserFunctionName
+from tandem.loss.declare import BETA, INPUT_SETTINGS, Scope, loss_of
 from tandem.loss.losses import LOSSES
+from tandem.user_code import is_user_function
 
 if TYPE_CHECKING:
     LossName = str
 else:
-    LossName = Literal[tuple(LOSSES)]  # so that the schema and docs/keys.md list the names
+    LossName = Literal[tuple(LOSSES)] | UserFunctionName  # so that the schema and docs/keys.md list the names
 ChosenLosses = LossName | dict[LossName, float]
 
 # The keys of section dpo that only some losses read; beta is reported separately.
@@ -38,12 +40,12 @@ def spelled(chosen: ChosenLosses) -> str:
 
 
 def needs_reference(chosen: ChosenLosses) -> bool:
-    return any(LOSSES[name].needs_reference for name in weights_of(chosen))
+    return any(loss_of(name).needs_reference for name in weights_of(chosen))
 
 
 def averages(chosen: ChosenLosses) -> bool:
     """Whether every chosen loss, by its definition, averages log-probabilities over the tokens of a completion."""
-    return all(LOSSES[name].averages for name in weights_of(chosen))
+    return all(loss_of(name).averages for name in weights_of(chosen))
 
 
 def without_reference() -> list[LossName]:
@@ -52,29 +54,29 @@ def without_reference() -> list[LossName]:
 
 def is_dpo(chosen: ChosenLosses) -> bool:
     """Whether dpo, or its alias sigmoid, is the only chosen loss."""
-    return {LOSSES[name].name for name in weights_of(chosen)} == {"dpo"}
+    return {loss_of(name).name for name in weights_of(chosen)} == {"dpo"}
 
 
 def reads(chosen: ChosenLosses, key: str) -> bool:
-    return any(key in LOSSES[name].keys for name in weights_of(chosen))
+    return any(key in loss_of(name).keys for name in weights_of(chosen))
 
 
 def supports(chosen: ChosenLosses, input_setting: str) -> bool:
     """Whether every chosen loss supports `input_setting`, such as ld_alpha: a setting that changes the inputs of all losses."""
-    return all(input_setting in LOSSES[name].input_settings for name in weights_of(chosen))
+    return all(input_setting in loss_of(name).input_settings for name in weights_of(chosen))
 
 
 def lowers_chosen(chosen: ChosenLosses) -> bool:
     """Whether any chosen loss lowers the log-probability of chosen completions by design."""
-    return any(LOSSES[name].lowers_chosen for name in weights_of(chosen))
+    return any(loss_of(name).lowers_chosen for name in weights_of(chosen))
 
 
 def needs_scores(chosen: ChosenLosses) -> bool:
-    return any("score" in LOSSES[name].columns for name in weights_of(chosen))
+    return any("score" in loss_of(name).columns for name in weights_of(chosen))
 
 
 def scope_of(chosen: ChosenLosses) -> Scope:
-    return "batch" if any(LOSSES[name].scope == "batch" for name in weights_of(chosen)) else "pair"
+    return "batch" if any(loss_of(name).scope == "batch" for name in weights_of(chosen)) else "pair"
 
 
 def unsupported_column(chosen: ChosenLosses, column: str) -> tuple[str, str] | None:
@@ -82,7 +84,7 @@ def unsupported_column(chosen: ChosenLosses, column: str) -> tuple[str, str] | N
 
     Return None if all chosen losses support the column.
     """
-    unsupported_by = [name for name in weights_of(chosen) if not LOSSES[name].supports_column(column)]
+    unsupported_by = [name for name in weights_of(chosen) if not loss_of(name).supports_column(column)]
     if not unsupported_by:
         return None
     reason = f"is not supported by dpo.preference_loss {join_names(unsupported_by, 'and')}"
@@ -102,11 +104,11 @@ def far_from_published(chosen: ChosenLosses, values: Mapping[str, Any]) -> list[
     """
     reasons = []
     for name in weights_of(chosen):
-        found, known = name, LOSSES[name].published
+        found, known = name, loss_of(name).published
         if values["preference_average_log_probs"]:
             # Published values are for summed log-probabilities. Averaging may turn a loss into another published one.
-            averaged = LOSSES[name].averaged_as
-            found, known = f"{LOSSES[name].name} per token", LOSSES[averaged].published if averaged else ()
+            averaged = loss_of(name).averaged_as
+            found, known = f"{loss_of(name).name} per token", loss_of(averaged).published if averaged else ()
         for one in known:
             value = values[one.key]
             # with a tolerance, so that 0.1 / 0.01 counts as ten times
@@ -128,7 +130,7 @@ def why_not_losses(chosen: Any) -> str | None:
             "Write dpo, or {dpo: 0.8, bco_pair: 0.2}, for example"
         )
     for name in [chosen] if isinstance(chosen, str) else chosen:
-        if name not in LOSSES:
+        if name not in LOSSES and not is_user_function(name):
             low = str(name).lower()
             near = [known for known in LOSSES if known.startswith(f"{low}_")]
             near = near or difflib.get_close_matches(low, LOSSES, 1)
@@ -182,7 +184,7 @@ def _out_of_bounds(names: list[LossName], values: Mapping[str, Any]) -> list[str
     return [
         f"dpo.{bounds.key} = {values[bounds.key]}: dpo.preference_loss {name} needs {bounds.spelled()}"
         for name in names
-        for bounds in LOSSES[name].bounds
+        for bounds in loss_of(name).bounds
         if not bounds.allow(values[bounds.key])
     ]
 

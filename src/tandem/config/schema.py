@@ -31,6 +31,11 @@ class Run(Section):
     )
     seed: int = Field(default=42, ge=0, lt=2**32, description="seed of all random numbers")
     deterministic: bool = Field(default=False, description="bitwise reproducible on a GPU too; slower there")
+    code: dict[str, str] = Field(
+        default={},
+        description="written by tandem: SHA-256 of the file of each FILE.py:FUNCTION that the run trains with; a changed file is "
+        "refused",
+    )
 
 
 class Reference(Section):

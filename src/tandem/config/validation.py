@@ -12,6 +12,8 @@ from tandem.config.schema import Config
 from tandem.errors import ConfigError
 
 COMMAND_LINE = "command line"
+PYTHON = "given in Python"
+GIVEN_BY_USER = (COMMAND_LINE, PYTHON)  # origins of values that are not in a file
 SHOWN_ERRORS = 20
 MOST_ERRORS = 50  # errors to process; a file may have any number of wrong keys
 # For a union, pydantic adds the type that it tried to the location of an error. These parts are not keys.
@@ -112,10 +114,10 @@ def _explain(error: Any, origins: dict[str, str], hidden: dict[str, Any]) -> tup
 
 
 def origin_of(key: str, origins: dict[str, str]) -> str:
-    """Return the file that sets a key, or COMMAND_LINE if the command line sets the key or a part of its value."""
+    """Return the file that sets a key; COMMAND_LINE or PYTHON if the user sets the key or a part of its value there."""
     found = [
         origin
         for known, origin in origins.items()
         if known == key or known.startswith(key + ".") or key.startswith(known + ".")
     ]
-    return COMMAND_LINE if COMMAND_LINE in found else next(iter(found), "configuration")
+    return next((one for one in GIVEN_BY_USER if one in found), next(iter(found), "configuration"))

@@ -31,6 +31,7 @@ def evaluate(
     include_path: Path | None = None,
     limit: int | None = None,
     overrides: Sequence[str] = (),
+    allow_code: bool = False,
     reporter: Reporter | None = None,
 ) -> Evaluation:
     """Measure a model on preference pairs. Writes nothing except `per_pair` and the caches of tokens and references.
@@ -46,6 +47,7 @@ def evaluate(
     lm_eval: tasks of the LM Evaluation Harness, run on the model, its reference and `against`. include_path: a folder with more
     tasks. limit: the number of examples per task.
     overrides: configuration keys, such as "policy.precision=float32" or "data.default.prompt_key=question".
+    allow_code: whether the configuration of a run may name Python code to run, as a run with the user's own loss does.
     """
     request = check_request(
         model,
@@ -59,6 +61,7 @@ def evaluate(
         include_path=include_path,
         limit=limit,
         overrides=overrides,
+        allow_code=allow_code,
     )
     return run_request(request, reporter or Reporter("quiet"))
 

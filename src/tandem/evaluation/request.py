@@ -94,6 +94,7 @@ def check_request(
     include_path: Path | None = None,
     limit: int | None = None,
     overrides: Sequence[str] = (),
+    allow_code: bool = False,
 ) -> Request:
     """Check the arguments of `evaluate`, which has the same ones."""
     _check_overrides(overrides)
@@ -107,8 +108,10 @@ def check_request(
         raise ConfigError(f"--limit {limit} has no effect without --lm-eval TASKS. Leave it out.")
     if include_path is not None and not include_path.is_dir():
         raise ConfigError(f"--include-path {include_path}: no such directory. Give a folder with task files (.yaml).")
-    subject = _subject("MODEL", model, reference, beta, overrides)
-    other = None if against is None else _subject("--against", against, reference, beta, overrides)
+    subject = _subject("MODEL", model, reference, beta, overrides, allow_code=allow_code)
+    other = (
+        None if against is None else _subject("--against", against, reference, beta, overrides, allow_code=allow_code)
+    )
     sets = _data_requests(data, subject, tasks=bool(lm_eval))
     check_data({one.name: one.fields or DatasetFields(data_path=one.path) for one in sets})
     if not sets and (per_pair is not None or by is not None):
@@ -135,14 +138,16 @@ def _check_overrides(overrides: Sequence[str]) -> None:
             raise ConfigError(f"{given}: this key has no effect on an evaluation. Leave it out.")
 
 
-def _subject(key: str, name: str, reference: str | None, beta: float | None, overrides: Sequence[str]) -> Subject:
+def _subject(
+    key: str, name: str, reference: str | None, beta: float | None, overrides: Sequence[str], *, allow_code: bool
+) -> Subject:
     own = Path(name) if _has_settings(Path(name)) else None
     if own is None:
         config = load_config(None, [*overrides, override("policy.model_name", EMBEDDED)]).config
         model = named_model(key, name, config.policy)
         compared, dpo = None, Dpo()
     else:
-        config = load_config(str(own / "config.yaml"), list(overrides)).config
+        config = load_config(str(own / "config.yaml"), list(overrides), allow_code=allow_code).config
         model = model_of_run(key, own, config.policy)
         compared = _reference_of_run(own, config) if needs_reference(config.dpo.preference_loss) else None
         dpo = config.dpo.model_copy(update={"wpo": False})  # weights of pairs change neither rewards nor accuracy
@@ -177,7 +182,7 @@ def named_model(key: str, name: str, policy: PolicyConfig) -> ModelRequest:
     """The settings that load a model folder, a hub name, an adapter folder, the model of a run, or a checkpoint."""
     folder = Path(name)
     if _has_settings(folder):
-        return model_of_run(key, folder, load_config(str(folder / "config.yaml"), []).config.policy)
+        return model_of_run(key, folder, _policy_of_run(folder))
     plain = policy.model_copy(update={"model_name": name, "revision": None, "lora": Lora(), "weights": "float32"})
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         base = _base_of_adapter(key, folder)
@@ -192,6 +197,11 @@ def named_model(key: str, name: str, policy: PolicyConfig) -> ModelRequest:
 def _has_settings(folder: Path) -> bool:
     """Whether `folder` is a run or a checkpoint of one: both contain the configuration of the run."""
     return is_run(folder) or is_checkpoint(folder)
+
+
+def _policy_of_run(run: Path) -> PolicyConfig:
+    """The policy of another run or checkpoint, whose loss and data are not needed, so no code that they name is run."""
+    return load_config(str(run / "config.yaml"), ["dpo={}", "data={}", "reference={}"]).config.policy
 
 
 def model_of_run(key: str, run: Path, policy: PolicyConfig) -> ModelRequest:

@@ -62,6 +62,7 @@ def request_export(
     push_to_hub: str | None = None,
     dry_run: bool = False,
     allow_env: Collection[str] = (),
+    allow_code: bool = False,
 ) -> ExportRequest:
     """Find the checkpoint and its configuration, and check the options. `tandem export --help` explains the options."""
     if dry_run and push_to_hub is None:
@@ -69,7 +70,7 @@ def request_export(
             "--dry-run lists what --push-to-hub would upload. Add --push-to-hub REPO, or leave out --dry-run."
         )
     given = Path(expand_home(str(run)))
-    loaded = load_config(str(_config_file(given)), [], allow_env)
+    loaded = load_config(str(_config_file(given)), [], allow_env, allow_code=allow_code)
     found = _find(given, checkpoint or None, loaded.config)
     config = _with_options(loaded.config, dtype, form, max_shard_size, found)
     if gguf and config.policy.lora.enabled and not config.export.merge_lora:

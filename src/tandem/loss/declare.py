@@ -1,5 +1,7 @@
 """Declares losses: the decorator `@loss(...)` registers a function as a `Loss` in `LOSSES`.
 
+A loss of the user's, from a file or from Python, is declared by `declare_user_loss` and found by `loss_of`.
+
 The configuration imports this module to check settings, so this module does not import torch.
 """
 
@@ -8,7 +10,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from tandem.errors import ConfigError
+from tandem.user_code import UserFunction, is_user_function
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,6 +111,91 @@ class Loss:
 
 
 LOSSES: dict[str, Loss] = {}  # by name and alias, in the order of declaration
+
+
+USER_LOSSES: dict[str, Loss] = {}  # losses of the user's, by the name in the configuration
+# What a user may declare about a loss (tandem.losses.declare). The rest is taken from the function.
+USER_DECLARES = ("needs_reference", "columns", "scope", "averages", "lowers_chosen", "start", "input_settings")
+DECLARED = "__tandem_loss__"  # the attribute of a function that holds what the user declared
+
+
+def loss_of(name: str) -> Loss:
+    """Return the loss that a configuration names.
+
+    For a function of the user's that was not loaded, as when another run's configuration is shown, return a declaration that
+    accepts every setting and cannot be computed.
+    """
+    if name in LOSSES:
+        return LOSSES[name]
+    assert is_user_function(name), name
+    return USER_LOSSES.get(name) or _not_loaded(name)
+
+
+def _not_loaded(name: str) -> Loss:
+    def refuse(*_: Any, **__: Any) -> Tensor:
+        raise ConfigError(f"dpo.preference_loss = {name}: this code was not loaded. Add --allow-code if you trust it.")
+
+    keys = tuple(dict.fromkeys(key for one in LOSSES.values() for key in one.keys))
+    columns = tuple(dict.fromkeys(column for one in LOSSES.values() for column in one.columns if column != "score"))
+    return Loss(function=refuse, name=name, formula="", keys=keys, columns=columns)
+
+
+def declare_user_loss(given: UserFunction, settings: tuple[str, ...]) -> None:
+    """Make a function of the user's known as a loss. Raise ConfigError if it cannot be called as one.
+
+    `settings`: the arguments that a loss may have: beta, and keys of section dpo. Other arguments must have a default.
+    """
+    where = f"dpo.preference_loss = {given.name}"
+    first, *arguments = _parameters(where, given.function, settings)
+    assert first is not None
+    USER_LOSSES[given.name] = Loss(
+        function=_checked(where, given.function),
+        name=given.name,
+        formula=(given.function.__doc__ or "").strip().partition("\n")[0],
+        keys=tuple(BETA if name == "beta" else name for name in arguments if name in settings),
+        **getattr(given.function, DECLARED, {}),
+    )
+
+
+def _parameters(where: str, function: Callable[..., Any], settings: tuple[str, ...]) -> list[str]:
+    signature = inspect.signature(function)
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = list(signature.parameters.values())
+    usable = [one for one in parameters if one.kind not in several]
+    is_wrong = (
+        len(usable) < len(parameters)
+        or not usable
+        or usable[0].kind is inspect.Parameter.KEYWORD_ONLY
+        or any(one.kind is inspect.Parameter.POSITIONAL_ONLY for one in usable[1:])
+    )
+    unknown = [one.name for one in usable[1:] if one.default is inspect.Parameter.empty and one.name not in settings]
+    if is_wrong or unknown:
+        what = f"{unknown[0]} is not a setting of losses" if unknown and not is_wrong else "it cannot be called so"
+        raise ConfigError(
+            f"{where}: its arguments are {signature}, but a loss is called as loss(pairs, beta=...): {what}. After the pairs, "
+            f"name only settings ({', '.join(settings)}) and arguments with a default."
+        )
+    return [one.name for one in usable]
+
+
+def _checked(where: str, function: Callable[..., Any]) -> Callable[..., Tensor]:
+    """Return the function with a check of what it returns. The check does not wait for the device."""
+
+    @wraps(function)
+    def checked(pairs: Any, **arguments: float) -> Tensor:
+        from torch import Tensor
+
+        found, expected = function(pairs, **arguments), pairs.policy.chosen.shape
+        if not isinstance(found, Tensor):
+            raise ConfigError(f"{where}: it returns {type(found).__name__}, not a tensor with one loss for each pair.")
+        if found.shape != expected or not found.is_floating_point():
+            raise ConfigError(
+                f"{where}: for {expected[0]} pairs it returns a tensor of shape {list(found.shape)} and type {found.dtype}, not "
+                f"one number for each pair, [{expected[0]}]. Do not average over pairs: tandem does."
+            )
+        return found
+
+    return checked
 
 
 def loss(**declared: Any) -> Callable[[Function], Function]:

@@ -8,8 +8,10 @@ from torch import Tensor
 from tandem.completions import ChosenRejected, Completions
 from tandem.config.losses import averages, needs_reference, weights_of
 from tandem.config.sections.dpo import Dpo
-from tandem.loss.losses import LOSSES
+from tandem.errors import ConfigError, TandemError, one_line
+from tandem.loss.declare import loss_of
 from tandem.loss.pairs import Pairs, PairSums, apply_divergence, divergence_slope, pair_sums, with_defaults, wpo_weights
+from tandem.user_code import is_user_function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,7 @@ def combined_losses(pairs: Pairs, dpo: Dpo) -> Tensor:
     a loss do not belong to single pairs; only their sum is meaningful.
     """
     losses = [
-        weight * LOSSES[name].function(pairs, **LOSSES[name].arguments(dpo))
+        weight * loss_of(name).function(pairs, **loss_of(name).arguments(dpo))
         for name, weight in weights_of(dpo.preference_loss).items()
     ]
     return torch.stack(losses).sum(0)
@@ -106,3 +108,46 @@ def pair_loss(completions: Completions, dpo: Dpo, batch_losses: Tensor | None = 
         rewards=implicit_rewards(pairs, dpo),
         reward_slopes=reward_slopes(pairs, dpo),
     )
+
+
+def check_user_losses(dpo: Dpo) -> None:
+    """Compute each loss of the user's for a few ordinary pairs. Raise ConfigError if its values cannot be trained on.
+
+    The loss itself checks their shape (loss/declare.py).
+    """
+    for name in filter(is_user_function, weights_of(dpo.preference_loss)):
+        where = f"dpo.preference_loss = {name}"
+        sums, leaf = _ordinary_pairs()
+        try:
+            losses = loss_of(name).function(pairs_from_sums(sums, dpo), **loss_of(name).arguments(dpo))
+        except TandemError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{where}: it fails with {type(error).__name__}: {one_line(error)}.") from error
+        if not losses.requires_grad:
+            raise ConfigError(f"{where}: its values do not depend on the policy, so there is nothing to train.")
+        losses.sum().backward()
+        for what, values in (("value", losses), ("gradient", leaf.grad)):
+            if values is not None and not bool(values.isfinite().all()):
+                pair = int((~values.isfinite()).nonzero()[0, -1])
+                chosen, rejected = leaf[:, pair].tolist()
+                reference = [one[pair].item() for one in (sums.reference.chosen, sums.reference.rejected)]
+                raise ConfigError(
+                    f"{where}: its {what} is {values[..., pair].flatten()[0].item()} for an ordinary pair (log-probabilities "
+                    f"{chosen:g} and {rejected:g}, of the reference {reference[0]:g} and {reference[1]:g}). Check the formula."
+                )
+
+
+def _ordinary_pairs() -> tuple[PairSums, Tensor]:
+    """Return pairs that a run could have, and the policy's log-probabilities: [chosen or rejected, pairs]."""
+    policy = torch.tensor([[-20.0, -31.0, -8.0], [-24.0, -30.0, -8.0]], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([[-20.5, -30.0, -8.0], [-23.5, -31.0, -8.0]], dtype=torch.float64)
+    scores = torch.tensor([[1.0, 0.75, 0.5], [0.0, 0.25, 0.5]], dtype=torch.float64)
+    num_tokens = torch.tensor([[8, 12, 3], [10, 12, 4]])
+    sums = PairSums(
+        policy=ChosenRejected(policy[0], policy[1]),
+        reference=ChosenRejected(reference[0], reference[1]),
+        num_tokens=ChosenRejected(num_tokens[0], num_tokens[1]),
+        columns={"score": ChosenRejected(scores[0], scores[1])},
+    )
+    return sums, policy

@@ -31,7 +31,7 @@ REMEMBERED_BYTES = 16 * 1024 * 1024
 MANIFEST_FINGERPRINT = "fingerprint_of_manifest"
 MAX_MANIFEST_BYTES = 256 * 1024 * 1024  # much larger than any real manifest
 PUBLISHED_IN_CACHE = ("tokens", "packs", "reference", "models")
-NOTED_IN_CACHE = ("hashes", "hub", "tokenizers")
+NOTED_IN_CACHE = ("hashes", "hub", "rows", "tokenizers")
 
 
 def cache_dir() -> Path:

@@ -16,7 +16,9 @@ class SafeConsole(Console):
     """A rich console that escapes control characters in text. It bypasses EscapedStream, which would also escape its colours."""
 
     def __init__(self, **settings: Any):
-        super().__init__(**{"highlight": False, "soft_wrap": True, "markup": False, "emoji": False, **settings})
+        # In a notebook, rich would print HTML, which needs packages that may be missing. Plain text is printed instead.
+        plain = {"highlight": False, "soft_wrap": True, "markup": False, "emoji": False, "force_jupyter": False}
+        super().__init__(**{**plain, **settings})
 
     def _stream(self) -> IO[str]:
         file = super().file

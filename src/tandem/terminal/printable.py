@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 # Characters that control a terminal or reorder text: C0 (except newline and tab) and C1 controls, bidirectional controls,
 # line and paragraph separators; and lone surrogates, which represent undecodable bytes in file names and cannot be encoded.
@@ -57,9 +58,33 @@ class Secrets:
         self._values: dict[str, str] = {}  # spelling of a value, or a part of it -> name of its variable
         self._windows: dict[str, str] = {}  # fragment of WINDOW characters -> name of its variable
 
+        self._held: list[Secrets] = []  # values of runs that are in progress
+
     def clear(self) -> None:
+        """Forget all values, except those of runs that are in progress in this process."""
         self._values.clear()
         self._windows.clear()
+        for other in self._held:
+            self._include(other)
+
+    def copy(self) -> "Secrets":
+        copied = Secrets()
+        copied._include(self)
+        return copied
+
+    @contextmanager
+    def holding(self, others: "Secrets") -> Iterator[None]:
+        """Hide the values of `others` too inside this context, whatever is cleared meanwhile."""
+        self._held.append(others)
+        self._include(others)
+        try:
+            yield
+        finally:
+            self._held.remove(others)
+
+    def _include(self, others: "Secrets") -> None:
+        self._values |= others._values
+        self._windows |= others._windows
 
     def add(self, name: str, value: str, words: Collection[str]) -> None:
         """Hide `value`, the value of the environment variable `name`, in all later text.

@@ -24,6 +24,7 @@ from tandem.storage.cache import write_atomically
 from tandem.storage.ownership import remove_abandoned
 from tandem.training.checkpoint.checkpoints import Progress, checkpoints, refuse_taken_names, step_of
 from tandem.training.memory import device_memory, out_of_memory_error, peak_memory_gib
+from tandem.training.run.callbacks import Callbacks
 from tandem.training.run.directory import (
     TEMPORARY_NAMES,
     choose_run_dir,
@@ -44,7 +45,14 @@ from tandem.training.step import PendingStep, train_step
 from tandem.training.validation import ValidationReport
 
 
-def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False, per_pair: Path | None = None) -> Path:
+def train(
+    loaded: LoadedConfig,
+    reporter: Reporter,
+    *,
+    fresh: bool = False,
+    per_pair: Path | None = None,
+    callbacks: Callbacks | None = None,
+) -> Path:
     """Train a new run to its end, or resume an unfinished one. Return the run's directory.
 
     `per_pair`: a file to which the metrics of every pair are written after training.
@@ -55,13 +63,21 @@ def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False, per_
     if not ranks.is_first:
         reporter = Reporter("silent")
     try:
-        return _train(loaded, reporter, ranks, fresh=fresh, per_pair=per_pair)
+        return _train(loaded, reporter, ranks, callbacks or Callbacks(), fresh=fresh, per_pair=per_pair)
     except (AuditError, DefectError, NonFiniteError, StoppedError) as error:
         # All ranks raise these: the first one reports.
         raise error if ranks.is_first else AlreadyReportedError(error.exit_code) from None
 
 
-def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: bool, per_pair: Path | None) -> Path:
+def _train(
+    loaded: LoadedConfig,
+    reporter: Reporter,
+    ranks: Ranks,
+    callbacks: Callbacks,
+    *,
+    fresh: bool,
+    per_pair: Path | None,
+) -> Path:
     run, finished, more = ranks.from_first(lambda: _choose_run(loaded, fresh=fresh, per_pair=per_pair))
     if finished and not more:
         reporter.say(f"{run} is finished: its model is in {run}/model.")
@@ -70,6 +86,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
             return run
     ranks.run_or_stop_all(lambda: export_named_checkpoints(loaded.config, reporter.say), on=ranks.is_first_here)
     stopping = Stopping(loaded.config.checkpointing.seconds_to_save_by, ranks.highest)
+    callbacks.start(run, stopping, is_first=ranks.is_first)
     share = RankShare(ranks.data_index, ranks.data_parallel)
     # Before set_up, which ranks run one after another, because rows must have the same length on every rank.
     memory = ranks.lowest(device_memory(ranks.device))
@@ -98,9 +115,8 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
         with stopped_by_signals(stopping, alone=ranks.count == 1, prints=ranks.is_first, saves=saves):
             try:
                 with stopping.stopping_at_once():
-                    training = build(
-                        setup, run, ranks, reporter, stopping=stopping, given=loaded, extended_from=extended_from
-                    )
+                    last = {"extended_from": extended_from, "callbacks": callbacks}
+                    training = build(setup, run, ranks, reporter, stopping=stopping, given=loaded, **last)
                 refuse_different_ranks(ranks, lambda: _resumed_from(training))
                 _warn_of_changed_sets(training)
                 with closing(training.tracking), closing(training.page), closing(training.saver):

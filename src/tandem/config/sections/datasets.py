@@ -1,12 +1,14 @@
 """The section `data`: preference sets, and how unusable rows are handled."""
 
 from itertools import combinations
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from tandem.columns import COLUMNS, OPTIONAL_COLUMNS
-from tandem.config.sections.section import EMBEDDED, MAX_SCORE, PathText, Section, Share
+from tandem.config.sections.section import EMBEDDED, MAX_SCORE, PathText, Section, Share, UserFunctionName
+from tandem.user_code import is_user_function
 
 MAX_EXPANSION = 100.0
 
@@ -43,8 +45,10 @@ class DatasetFields(Section):
         "folder (from datasets' save_to_disk, or laid out like a hub dataset), or a hub dataset, org/name; "
         "embedded: the bundled pairs",
     )
-    dataset_name: DatasetName = Field(
-        default="auto", description="row format; auto: detected from the keys of the first row of a known format"
+    dataset_name: DatasetName | UserFunctionName = Field(
+        default="auto",
+        description="row format; auto: detected from the keys of the first row of a known format; FILE.py:FUNCTION: a function "
+        "that turns a row into one of a known format (docs/python.md)",
     )
     prompt_key: str = Field(default="prompt", description="field that holds the prompt (text or messages)")
     chosen_key: str = Field(default="chosen", description="field that holds the better completion")
@@ -73,6 +77,14 @@ class DatasetFields(Section):
         le=1000,
         description="training sets only: passes over the set per epoch; 2: twice; 0.5: a different half each epoch",
     )
+
+    @field_validator("dataset_name", mode="before")
+    @classmethod
+    def _known_format(cls, value: Any) -> Any:
+        *most, last = (f"'{name}'" for name in get_args(DatasetName))
+        if isinstance(value, str) and value not in get_args(DatasetName) and not is_user_function(value):
+            raise PydanticCustomError("literal_error", f"Input should be {', '.join(most)} or {last}")  # pyright: ignore
+        return value
 
     @model_validator(mode="after")
     def _different_keys(self) -> "DatasetFields":

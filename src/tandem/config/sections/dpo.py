@@ -12,7 +12,9 @@ class Dpo(Section):
     """The loss, the length of training and the validation schedule."""
 
     preference_loss: LossName | dict[LossName, float] = Field(
-        default="dpo", description="preference loss (docs/losses.md), or a map of losses to weights; sigmoid means dpo"
+        default="dpo",
+        description="preference loss (docs/losses.md), a function as FILE.py:FUNCTION (docs/python.md), or a map of losses to "
+        "weights; sigmoid means dpo",
     )
     reference_policy_kl_penalty: float = Field(
         default=0.1, gt=0, description="beta: how strongly the policy is kept near the reference"

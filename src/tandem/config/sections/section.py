@@ -39,6 +39,9 @@ PathOrText = Annotated[str, AfterValidator(expand_home)]
 # The path of a file or folder. Some keys also accept a glob pattern, a hub name or `embedded`.
 PathText = Annotated[PathOrText, AfterValidator(_check_possible)]
 
+# A function of the user's, in a file or given in Python (user_code.py).
+UserFunctionName = Annotated[str, Field(pattern=r"^(.*\.py|python):[^\W\d]\w*$")]
+
 
 class Section(BaseModel):
     """Base class of configuration sections. Refuses unknown keys and values of the wrong type. Instances are frozen."""

@@ -30,6 +30,7 @@ from tandem.data.formats.prompt_files import Wording
 from tandem.data.formats.rated import best_of_n, float_to_int, has_scores, is_list_of_texts, ranked, scored
 from tandem.data.read.sources import ANY_SCORE, PAIR_SCORE_KEYS, RowError, SourceRow, kind_of
 from tandem.terminal.printable import listed
+from tandem.user_code import is_user_function
 
 PARTS = ("prompt", "chosen", "rejected")
 IGNORED_PROMPT = "a prompt that is ignored because it differs from the complete conversations in chosen and rejected"
@@ -252,7 +253,8 @@ def detect_format(row: SourceRow, keys: DatasetFields) -> tuple[str, str]:
 
 def unused_key(name: str, keys: DatasetFields) -> str | None:
     """Return the first configured key setting that the format ignores, or None. For example, alpaca ignores prompt_key."""
-    used = ALPACA_KEYS if name.startswith("alpaca") else FORMATS[name].required_keys
+    known = () if is_user_function(name) else FORMATS[name].required_keys
+    used = ALPACA_KEYS if name.startswith("alpaca") and known else known
     for part in PARTS:
         if getattr(keys, f"{part}_key") != part and f"{{{part}}}" not in used:
             return f"{part}_key"

@@ -36,6 +36,7 @@ from tandem.storage.cache import (
     read_manifest,
     write_manifest,
 )
+from tandem.user_code import is_user_function, known_function
 
 BYTES_PER_WORKER = 512 * 1024  # with less data per worker, starting another one takes longer than it saves
 NOT_JSON_HINT = (
@@ -145,6 +146,8 @@ def _find_or_make(request: _Request) -> TokenStore:
         "limits": request.limits,
         "text": _text_fingerprints(processes),
     }
+    if is_user_function(keys.dataset_name):
+        made_of["code"] = known_function(keys.dataset_name).digest
     tokens_fingerprint = fingerprint(FORMAT_VERSION, made_of)
     if keys.columns:
         made_of["columns"] = keys.columns

@@ -19,6 +19,7 @@ from tandem.data.formats.formats import NOTHING_FITS, detect_format, read_prefer
 from tandem.data.formats.preference import Preference
 from tandem.data.formats.prompt_files import Wording
 from tandem.data.formats.row_columns import with_columns
+from tandem.data.formats.user_formats import converted
 from tandem.data.read.files import SourceFile
 from tandem.data.read.limits import MESSAGE_CHARACTERS, REJECTS_BYTES, format_bytes
 from tandem.data.read.sources import Chunk, RowError, SourceRow, read_chunks, rows_of
@@ -140,7 +141,8 @@ class Recipe:
         if isinstance(row, RowError):
             return row
         try:
-            preference = read_preference(row, self.keys, self.format_name, self.wording)
+            row, name = converted(row, self.format_name)
+            preference = read_preference(row, self.keys, name, self.wording)
             preference = with_columns(preference, row, self.keys)
             return render(preference, template, self.pairing)
         except RowError as error:

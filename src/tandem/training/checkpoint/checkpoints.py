@@ -56,12 +56,16 @@ class Saver:
         *,
         ranking: Ranking,
         took: Callable[[float], None],
+        saved: Callable[[Path, int], None] = lambda place, step: None,
     ):
-        """`took`: a function that is called after each checkpoint with the seconds it took to write."""
-        self.folder, self._keep, self._ranking, self._took = folder, keep, ranking, took
+        """`took`: a function that is called after each checkpoint with the seconds it took to write.
+
+        `saved`: a function that the thread of the training loop calls for each checkpoint when it is complete.
+        """
+        self.folder, self._keep, self._ranking, self._took, self._saved = folder, keep, ranking, took, saved
         self._ranks, self._copier = ranks.with_separate_channel(), copier
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[Any] | None = None
+        self._writing: Future[int] | None = None  # its result is the step
 
     def reserve(self, tensors: dict[str, Any]) -> None:
         """Start allocating host memory for copies of these tensors, in the background."""
@@ -86,7 +90,8 @@ class Saver:
     def wait(self) -> None:
         if self._writing is not None:
             writing, self._writing = self._writing, None
-            writing.result()
+            step = writing.result()
+            self._saved(self.folder / f"step_{step}", step)
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -103,7 +108,7 @@ class Saver:
             if self._ranks.is_first or isinstance(tensor, DTensor) or name.startswith(RANDOM)
         }
 
-    def _write(self, snapshot: Snapshot, ranked: bool) -> None:
+    def _write(self, snapshot: Snapshot, ranked: bool) -> int:
         started = time.perf_counter()
         ranks = self._ranks
         write_checkpoint(self.folder, snapshot, ranks)
@@ -111,6 +116,7 @@ class Saver:
         if ranked:
             spared = snapshot.progress.spared
             ranks.run_or_stop_all(lambda: prune(self.folder, self._keep, self._ranking, spared), on=ranks.is_first)
+        return snapshot.progress.step
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot, ranks: Ranks) -> None:

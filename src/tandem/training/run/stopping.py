@@ -13,8 +13,10 @@ from tandem.errors import StoppedError, Terminated
 # SIGHUP is sent when a terminal closes; SIGUSR1 by job schedulers shortly before the time limit.
 SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129, signal.SIGUSR1: 138}
 OUT_OF_TIME = ("checkpointing.checkpoint_must_save_by", 143)
+CALLBACK = ("a callback", 0)
+CALLBACK_FAILED = ("an error in a callback", 1)
 # The reasons to stop before the end, with exit codes; ranks exchange the index, starting at 1.
-REASONS = (*((one.name, code) for one, code in SIGNALS.items()), OUT_OF_TIME)
+REASONS = (*((one.name, code) for one, code in SIGNALS.items()), OUT_OF_TIME, CALLBACK, CALLBACK_FAILED)
 
 
 class Stopping:
@@ -30,6 +32,11 @@ class Stopping:
         self._reason: tuple[str, int] | None = None
         self._highest = highest
         self.stops_at_once = False  # whether a signal stops the run immediately
+
+    @property
+    def reason(self) -> str | None:
+        """Why the run should stop; None if it should not."""
+        return None if self._reason is None else self._reason[0]
 
     def request(self, reason: str, exit_code: int) -> None:
         self._reason = self._reason or (reason, exit_code)

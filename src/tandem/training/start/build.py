@@ -40,6 +40,7 @@ from tandem.training.checkpoint.ranking import Ranking
 from tandem.training.memory import Forecast, forecast, refuse_forecast_overflow
 from tandem.training.metrics import TIE_BAND
 from tandem.training.optimizer import make_optimizer, make_scheduler
+from tandem.training.run.callbacks import Callbacks
 from tandem.training.run.directory import is_finished, values_from_environment
 from tandem.training.run.extension import begin_extension
 from tandem.training.run.stopping import Stopping
@@ -73,6 +74,7 @@ class Training:
     expected: Forecast | None  # of GPU memory; None on a CPU
     samples: Samples | None
     page: RunPage
+    callbacks: Callbacks
 
     @property
     def ranks(self) -> Ranks:
@@ -122,6 +124,7 @@ class Training:
         self.ranking.note(record)
         self.tracking.log(record)
         self.reporter.record(record)
+        self.callbacks.record(record)
 
     def save(self, metrics_bytes: int | None = None, *, ranked: bool = True) -> None:
         """Start saving a checkpoint of the current state.
@@ -165,8 +168,11 @@ def build(
     stopping: Stopping,
     given: LoadedConfig,
     extended_from: int | None,  # the last step of the finished run that is being extended
+    callbacks: Callbacks | None = None,
 ) -> Training:
     """Load and audit the model, create the optimizer, and restore the newest checkpoint if there is one."""
+    callbacks = callbacks or Callbacks()
+    callbacks.last_step = setup.plan.num_steps
     loaded = _load(setup, run, ranks, reporter, check=stopping.check)
     policy, config, checkpointing = loaded.policy, given.as_yaml(), setup.config.checkpointing
     optimizer = make_optimizer(
@@ -202,12 +208,13 @@ def build(
         metrics=metrics,
         ranking=ranking,
         progress=progress,
-        saver=_saver(setup, run, ranks, optimizer, ranking=ranking, stopping=stopping),
+        saver=_saver(setup, run, ranks, optimizer, ranking=ranking, stopping=stopping, callbacks=callbacks),
         stopping=stopping,
         tracking=_tracking(setup, run, config, progress, metrics=metrics, reporter=reporter),
         expected=loaded.expected,
         samples=loaded.samples,
         page=RunPage(run, setup.template.tokenizer, reporter.warn, enabled=writes_page(setup, ranks)),
+        callbacks=callbacks,
     )
     if checkpointing.enabled:
         training.saver.reserve(training.saved_tensors())
@@ -237,10 +244,12 @@ def _load(setup: Setup, run: Path, ranks: Ranks, reporter: Reporter, check: Call
     )
 
 
-def _saver(setup: Setup, run: Path, ranks: Ranks, optimizer: Any, ranking: Ranking, stopping: Stopping) -> Saver:
+def _saver(
+    setup: Setup, run: Path, ranks: Ranks, optimizer: Any, ranking: Ranking, stopping: Stopping, callbacks: Callbacks
+) -> Saver:
     copier, took = HostCopier(ranks.device, optimizer), partial(stopping.took, "save")
     keep = setup.config.checkpointing.keep_top_k
-    return Saver(setup.checkpoint_dir(run), keep, ranks, copier, ranking=ranking, took=took)
+    return Saver(setup.checkpoint_dir(run), keep, ranks, copier, ranking=ranking, took=took, saved=callbacks.saved)
 
 
 def _extend(run: Path, trained: int, progress: Progress, config: str, ranks: Ranks, reporter: Reporter) -> None:
@@ -253,7 +262,7 @@ def _fingerprints(setup: Setup, ranks: Ranks, weights: str) -> dict[str, str]:
     found = {"training data": setup.plan.train.store.fingerprint, "start model": weights}
     if (other := setup.reference_source) is not None:
         found["reference model"] = ranks.one_then_all(lambda: weights_fingerprint(other))
-    return found
+    return found | {f"code of {name}": digest for name, digest in setup.config.run.code.items()}
 
 
 def validation_sets(setup: Setup, contexts: dict[str, StepContext]) -> list[ValidationSet]:

@@ -20,6 +20,7 @@ from tandem.data.store.sets import ProgressBar, Sets, no_bar, open_sets
 from tandem.data.text.template import Template, make_template
 from tandem.data.text.tokenizer import check_export, load_tokenizer
 from tandem.errors import ConfigError
+from tandem.loss.objective import check_user_losses
 from tandem.model.architecture import check_packable
 from tandem.model.checks.positions import check_positions
 from tandem.model.distributed.layers import check_layers
@@ -109,6 +110,7 @@ def set_up(
     Ranks call this function at different times, so nothing in it may wait for another rank.
     """
     check_packages(config.logger)
+    check_user_losses(config.dpo)
     given = config.reference.cache_dir
     if given is not None and config.reference.mode == "cached" and needs_reference(config.dpo.preference_loss):
         check_writable(Path(given), f"reference.cache_dir = {given}:", "Choose another reference.cache_dir.")

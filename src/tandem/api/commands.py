@@ -1,0 +1,152 @@
+"""`tandem.evaluate`, `tandem.generate` and `tandem.export`: what the commands of the same names do, for Python."""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from tandem.api.process import own_process
+from tandem.api.rows import Rows, store_rows
+from tandem.evaluation.records import Evaluation
+from tandem.exporting.checkpoint import Exported
+from tandem.exporting.checkpoint import export as run_export
+from tandem.exporting.request import Form
+from tandem.generation.generate import Generation
+from tandem.generation.generate import generate as run_generate
+from tandem.generation.records import DEFAULT_MAX_NEW_TOKENS, EngineName, EngineSettings, make_sampling
+from tandem.report.reporter import Reporter, Verbosity
+
+
+def evaluate(
+    model: str | Path,
+    data: str | Path | Sequence[str | Path] = (),
+    *,
+    rows: Rows | None = None,
+    reference: str | Path | None = None,
+    against: str | Path | None = None,
+    beta: float | None = None,
+    by: str | None = None,
+    per_pair: str | Path | None = None,
+    lm_eval: Sequence[str] = (),
+    include_path: str | Path | None = None,
+    limit: int | None = None,
+    overrides: Sequence[str] = (),
+    allow_code: bool = False,
+    verbosity: Verbosity = "quiet",
+) -> Evaluation:
+    """Measure how well a model orders preference pairs: `evaluate(run).total.accuracy` has a value and its interval.
+
+    model: a model folder or hub name, `embedded`, or a run directory, which means its exported model with its own reference.
+    data: one or more files of pairs; for a run, its validation sets by default. rows: pairs as dicts, in addition.
+    reference: the model that implicit rewards compare with. Without one, a model is measured by its log-probabilities only.
+    against: another model or run, measured on the same pairs.
+    beta: the factor of implicit rewards; by default that of the run, or 0.1.
+    by: a field of the rows; results are also given for each of its values.
+    per_pair: a file to write the numbers of every pair to.
+    lm_eval: tasks of the LM Evaluation Harness; include_path: a folder with more tasks; limit: examples per task.
+    overrides: configuration keys, such as "policy.precision=float32".
+    allow_code: whether the configuration of a run may name Python code to run, as with the user's own loss.
+    """
+    from tandem.evaluation.evaluate import evaluate as run_evaluate
+
+    files = [str(one) for one in ([data] if isinstance(data, str | Path) else data)]
+    files += [str(store_rows("rows", rows))] if rows is not None else []
+    with own_process("tandem.evaluate"):
+        return run_evaluate(
+            str(model),
+            files,
+            reference=None if reference is None else str(reference),
+            against=None if against is None else str(against),
+            beta=beta,
+            by=by,
+            per_pair=None if per_pair is None else Path(per_pair),
+            lm_eval=lm_eval,
+            include_path=None if include_path is None else Path(include_path),
+            limit=limit,
+            overrides=overrides,
+            allow_code=allow_code,
+            reporter=Reporter(verbosity),
+        )
+
+
+def generate(
+    model: str | Path,
+    prompts: str | Path | Sequence[Any],
+    *,
+    compare: str | Path | None = None,
+    num_samples: int = 1,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+    seed: int | None = None,
+    engine: EngineName | EngineSettings = "transformers",
+    out: str | Path | None = None,
+    verbosity: Verbosity = "quiet",
+) -> Generation:
+    """Generate completions: `generate(run, ["Hello"]).records[0]["completions"][0]["completion"]` is a text.
+
+    model: a model folder, a hub name, `embedded`, or a run directory, which means its exported model.
+    prompts: a list of texts and lists of messages, or the path of a file (JSONL, CSV, Parquet, .txt, preference data).
+    compare: another model that gets the same prompts.
+    num_samples: completions per prompt. temperature: sample with it; None is greedy. top_p, seed: of sampling.
+    max_new_tokens: the longest completion. engine: transformers, vllm or http, or its settings (EngineSettings).
+    out: a JSONL file to write instead of returning `records`; the same call continues an incomplete one.
+    """
+    sampling = make_sampling(
+        num_samples=num_samples, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed
+    )
+    settings = engine if isinstance(engine, EngineSettings) else EngineSettings(name=engine)
+    with own_process("tandem.generate"):
+        return run_generate(
+            str(model),
+            prompts,
+            compare=None if compare is None else str(compare),
+            sampling=sampling,
+            engine=settings,
+            out=out,
+            progress=Reporter(verbosity).progress,
+        )
+
+
+def export(
+    run: str | Path,
+    *,
+    checkpoint: Literal["best", "latest"] | str | None = None,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None,
+    form: Form | None = None,
+    out: str | Path | None = None,
+    max_shard_size: str | None = None,
+    measured: bool = True,
+    gguf: bool = False,
+    llama_cpp: str | Path | None = None,
+    push_to_hub: str | None = None,
+    dry_run: bool = False,
+    allow_env: Collection[str] = (),
+    allow_code: bool = False,
+    verbosity: Verbosity = "quiet",
+) -> Exported:
+    """Export a checkpoint of a run as a model folder: `export(run, checkpoint="best").folder` loads in transformers.
+
+    run: a run directory, or one of its checkpoints. checkpoint: best, latest or step_N; by default export.checkpoint of the run.
+    dtype: of the weights. form: `adapter` or `merged`, for LoRA. out: the folder to write; by default RUN/exports/step_N.
+    measured: whether to measure the export on the validation sets of the run.
+    gguf: also write a GGUF file, with the converter of a checkout of llama_cpp.
+    push_to_hub: a repository to upload to. dry_run: only list what would be uploaded.
+    allow_env, allow_code: what the configuration of the run may do, as the options of `tandem export`.
+    """
+    with own_process("tandem.export"):
+        return run_export(
+            run,
+            reporter=Reporter(verbosity),
+            checkpoint=checkpoint,
+            dtype=dtype,
+            form=form,
+            out=out,
+            max_shard_size=max_shard_size,
+            measured=measured,
+            gguf=gguf,
+            llama_cpp=llama_cpp,
+            push_to_hub=push_to_hub,
+            dry_run=dry_run,
+            allow_env=allow_env,
+            allow_code=allow_code,
+        )

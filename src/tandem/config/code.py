@@ -1,0 +1,82 @@
+"""Loads the functions of the user's that a configuration names, if they may be run, and checks that they have not changed."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.config.losses import LOSS_ARGUMENTS
+from tandem.config.validation import GIVEN_BY_USER
+from tandem.errors import ConfigError
+from tandem.loss.declare import declare_user_loss
+from tandem.user_code import is_user_function, load_function
+
+LOSS_KEY = "dpo.preference_loss"
+
+
+@dataclass(frozen=True, slots=True)
+class NamedFunction:
+    """A function that a configuration names: its key, its name, and whether it affects the trained weights."""
+
+    key: str
+    name: str
+    trains: bool
+
+
+def load_named_functions(
+    tree: dict[str, Any], origins: dict[str, str], interpolated: Mapping[str, str], *, allow_code: bool
+) -> dict[str, str]:
+    """Load every function that a configuration names. Return the SHA-256 of those that affect the trained weights, by name.
+
+    `tree`: the values that the user set. `interpolated`: keys whose values contain interpolations, which may refer to values of
+    a file, and this file. Raise ConfigError if a file names a function, unless `allow_code`.
+    """
+    named = [one for one in _named_functions(tree) if is_user_function(one.name)]
+    for one in named:
+        if not allow_code and (file := _file_that_names(one.key, origins, interpolated)) is not None:
+            raise ConfigError(
+                f"{file}: {one.key} = {one.name} names Python code, which would be run. If you trust it, add --allow-code."
+            )
+    digests = {}
+    pinned = _mapping(_mapping(tree.get("run")).get("code"))
+    for one in named:
+        function = load_function(one.key, one.name)
+        if one.key == LOSS_KEY:
+            declare_user_loss(function, ("beta", *LOSS_ARGUMENTS))
+        if not one.trains:
+            continue
+        if pinned.get(one.name, function.digest) != function.digest:
+            raise ConfigError(
+                f"{one.key} = {one.name}: the code has changed since the run started (SHA-256 {function.digest[:12]}..., then "
+                f"{str(pinned[one.name])[:12]}...), so the run would not be the same. Undo the change, or start a new run."
+            )
+        digests[one.name] = function.digest
+    return digests
+
+
+def _named_functions(tree: dict[str, Any]) -> Iterator[NamedFunction]:
+    chosen = _mapping(tree.get("dpo")).get("preference_loss")
+    for name in chosen if isinstance(chosen, dict) else [chosen]:
+        yield NamedFunction(LOSS_KEY, str(name), True)
+    data = _mapping(tree.get("data"))
+    train = data.get("train")
+    sets = {"data.default": data.get("default"), "data.train": train, "data.validation": data.get("validation")}
+    sets |= {f"data.train[{i}]": one for i, one in enumerate(train if isinstance(train, list) else [])}
+    sets |= {f"data.val_data_paths.{name}": one for name, one in _mapping(data.get("val_data_paths")).items()}
+    for key, one in sets.items():
+        yield NamedFunction(
+            f"{key}.dataset_name", str(_mapping(one).get("dataset_name")), "train" in key or "default" in key
+        )
+
+
+def _mapping(value: Any) -> dict[Any, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _file_that_names(key: str, origins: Mapping[str, str], interpolated: Mapping[str, str]) -> str | None:
+    """Return a file that sets a key, or a part of its value; None if the command line, or Python, set all of it."""
+    key = key.partition("[")[0]
+    own = [known for known in origins if known == key or known.startswith(f"{key}.")]
+    above = [known for known in origins if key.startswith(f"{known}.")]
+    files = [origins[known] for known in own or above if origins[known] not in GIVEN_BY_USER]
+    files += [file for known, file in interpolated.items() if known == key or known.startswith(f"{key}.")]
+    return next(iter(files), None)

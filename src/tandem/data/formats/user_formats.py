@@ -1,0 +1,46 @@
+"""Formats of the user's: a function turns a row into a row of a known format, which is then read and checked as any other."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.config.sections.datasets import DatasetFields
+from tandem.data.formats.formats import NOTHING_FITS, PARTS, detect_format
+from tandem.data.read.sources import RowError, SourceRow, kind_of
+from tandem.errors import one_line
+from tandem.terminal.printable import listed
+from tandem.user_code import is_user_function, known_function
+
+REASON = "format function"
+
+
+def converted(row: SourceRow, name: str) -> tuple[SourceRow, str]:
+    """Return the row that the user's function makes of a row, and its format. If `name` is a known format, return the row.
+
+    Raise RowError if the function fails, returns None to leave the row out, or returns something else than a preference.
+    """
+    if not is_user_function(name):
+        return row, name
+    try:
+        made = known_function(name).function(dict(row.value))
+    except Exception as error:
+        raise RowError(row.place, REASON, f"{name} fails with {type(error).__name__}: {one_line(error)}.") from None
+    if made is None:
+        raise RowError(row.place, "left out by the format", f"{name} returned None.", kind="filtered")
+    if not isinstance(made, Mapping) or not all(isinstance(key, str) for key in made):
+        raise RowError(row.place, REASON, f"{name} returned {kind_of(made)}, {_expected()}")
+    found = SourceRow(_plain(made), row.file, row.line)
+    format_name = detect_format(found, DatasetFields())
+    if format_name == NOTHING_FITS and not all(part in made for part in PARTS):
+        raise RowError(row.place, REASON, f"{name} returned the keys {listed(made) or 'none'}, {_expected()}")
+    return found, format_name[0]
+
+
+def _expected() -> str:
+    return "not a preference. Return a dict with prompt, chosen and rejected, or with the keys of another known format."
+
+
+def _plain(value: Any) -> Any:
+    """Return dicts and lists in place of other mappings and tuples, as rows of a file have them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,252 @@
+"""The Python interface without training: lazy names, rows, callbacks, secrets, losses and formats."""
+
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tandem
+from tandem.api.process import own_process
+from tandem.api.rows import store_rows, with_places
+from tandem.config.load import load_config
+from tandem.errors import CallbackError, ConfigError, DataError
+from tandem.terminal.printable import SECRETS, scrubbed
+from tandem.training.run.callbacks import Callbacks, check_callbacks
+from tandem.training.run.stopping import Stopping
+
+
+def in_new_process(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_importing_tandem_and_its_help_load_neither_torch_nor_transformers():
+    code = (
+        "import sys, tandem; dir(tandem); heavy = {'torch', 'transformers', 'numpy', 'pydantic'}; "
+        "print(heavy & set(sys.modules)); sys.argv = ['tandem', '--help']\n"
+        "from tandem.cli.main import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    lines = in_new_process(code).splitlines()
+    assert (lines[0], lines[-1]) == ("set()", "set()")
+
+
+def test_every_public_name_is_found_and_listed():
+    assert set(tandem.__all__) <= set(dir(tandem))
+    for name in tandem.__all__:
+        assert getattr(tandem, name) is not None
+    for name in ("load_config", "train", "evaluate", "generate", "export"):
+        assert isinstance(getattr(tandem, name), types.FunctionType)
+        assert getattr(tandem, name).__doc__
+    with pytest.raises(AttributeError, match="module 'tandem' has no attribute 'trian'"):
+        tandem.trian  # noqa: B018
+
+
+def test_no_submodule_has_the_name_of_a_function():
+    """Importing a submodule sets the attribute of its name on the package."""
+    modules = {module.name for module in pkgutil.iter_modules(tandem.__path__)}
+    assert modules & set(tandem.__all__) == {"losses", "formats"}
+
+
+def test_rows_are_stored_by_content(tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
+    rows = [{"prompt": "Hi", "score": np.float32(0.5)}, types.MappingProxyType({"prompt": "\ud800é"})]
+    first = store_rows("rows", rows)
+    assert first == store_rows("rows", iter(rows))
+    assert first != store_rows("rows", rows[:1])
+    assert [json.loads(line) for line in first.read_text().splitlines()] == [
+        {"prompt": "Hi", "score": 0.5},
+        {"prompt": "\ud800é"},
+    ]
+    assert sorted(path.suffix for path in (tmp_path / "rows").iterdir()) == [".jsonl", ".jsonl"]  # no temporary files
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "message"),
+    [
+        (
+            "pairs.jsonl",
+            ConfigError,
+            "rows is of type str, not a list of dicts or another iterable. Give the path of a file as ",
+        ),
+        ({"prompt": "Hi"}, ConfigError, "rows is of type dict, not a list of dicts or another iterable."),
+        (3, ConfigError, "rows is of type int, not a list of dicts or another iterable."),
+        ([], DataError, "rows has no rows. An iterator may have been read to its end before."),
+        (
+            ["Hi"],
+            DataError,
+            "rows[0] is a text, not a dict such as {prompt, chosen, rejected}. For a DataFrame, give ",
+        ),
+        ([{}, {1: 2}], DataError, "rows[1]: the key 1 is not a string."),
+        ([{"a": {1, 2}}], DataError, "rows[0] cannot be written as JSON: a value of type set."),
+    ],
+)
+def test_rows_that_are_refused(rows, kind, message):
+    with pytest.raises(kind) as error:
+        store_rows("rows", rows)
+    assert str(error.value).startswith(message)
+
+
+def test_messages_name_rows_as_python_does():
+    files = {"rows": Path("/cache/rows/ab.jsonl")}
+    assert with_places("/cache/rows/ab.jsonl:3: empty; /cache/rows/ab.jsonl: bad", files) == "rows[2]: empty; rows: bad"
+
+
+class Recorder:
+    def __init__(self, answer: object = None):
+        self.calls, self.answer = [], answer
+
+    def on_step(self, record):
+        self.calls.append(("step", record["step"]))
+        return self.answer
+
+    def on_validation(self, record):
+        self.calls.append(("validation", record["split"]))
+
+    def on_checkpoint(self, path, step):
+        self.calls.append((path.name, step))
+
+
+def started(*callbacks: object) -> tuple[Callbacks, Stopping]:
+    made, stopping = Callbacks(callbacks), Stopping()
+    made.start(Path("run"), stopping, is_first=True)
+    made.last_step = 4
+    return made, stopping
+
+
+def test_callbacks_receive_steps_validations_and_checkpoints():
+    recorder = Recorder()
+    callbacks, stopping = started(recorder, object())
+    for split, step in (("train", 1), ("validation-a", 1), ("timing/validation", 1), ("exported-a", 1)):
+        callbacks.record({"split": split, "step": step})
+    callbacks.saved(Path("run/checkpoints/step_1"), 1)
+    assert recorder.calls == [("step", 1), ("validation", "validation-a"), ("step_1", 1)]
+    assert not stopping.is_wanted()
+
+
+def test_a_callback_may_ask_to_stop_before_the_last_step():
+    callbacks, stopping = started(Recorder(True))
+    callbacks.record({"split": "train", "step": 4})
+    assert not stopping.is_wanted()
+    callbacks.record({"split": "train", "step": 3})
+    assert stopping.is_wanted() and stopping.reason == "a callback"
+
+
+def test_after_an_exception_no_callback_is_called():
+    class Failing:
+        def on_step(self, record):
+            raise ValueError("no")
+
+    recorder = Recorder()
+    callbacks, stopping = started(Failing(), recorder)
+    callbacks.record({"split": "train", "step": 2})
+    callbacks.record({"split": "train", "step": 3})
+    assert recorder.calls == [] and stopping.is_wanted()
+    with pytest.raises(CallbackError) as error:
+        callbacks.raise_failure()
+    assert str(error.value) == "callbacks[0].on_step at step 2 failed with ValueError: no."
+    assert isinstance(error.value.__cause__, ValueError)
+
+
+def test_objects_that_would_never_be_called_are_refused():
+    methods = "on_step, on_validation, on_checkpoint, on_end"
+    for given, what in (
+        (print, "of type builtin_function_or_method"),
+        (Recorder, "the class Recorder, not an object of it"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            check_callbacks([Recorder(), given])
+        assert str(error.value) == f"callbacks[1] is {what}. Give an object with one of {methods}."
+
+
+def test_secrets_of_a_configuration_in_use_stay_hidden(monkeypatch):
+    monkeypatch.setenv("PASSPHRASE", "correct-horse-battery")
+    first = load_config(None, ["run.name=${oc.env:PASSPHRASE}"])
+    load_config(None, [])
+    assert scrubbed("correct-horse-battery") == "correct-horse-battery"
+    with pytest.raises(ConfigError) as error, own_process("a test", first):
+        load_config(None, [])  # as a callback may do
+        assert scrubbed("correct-horse-battery") == "$PASSPHRASE"
+        raise ConfigError("found correct-horse-battery")
+    load_config(None, [])
+    assert str(error.value) == "found $PASSPHRASE"
+    SECRETS.clear()
+
+
+def test_a_call_leaves_the_process_as_it_was(monkeypatch):
+    monkeypatch.setenv("KEPT", "1")
+    before, state = dict(os.environ), torch.get_rng_state()
+    with own_process("a test"):
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        del os.environ["KEPT"]
+        torch.use_deterministic_algorithms(True)
+        torch.manual_seed(1)
+        with pytest.raises(ConfigError) as error, own_process("tandem.train"):
+            pass
+    assert dict(os.environ) == before
+    assert not torch.are_deterministic_algorithms_enabled() and bool((torch.get_rng_state() == state).all())
+    assert str(error.value) == (
+        "tandem.train: another call is at work in this process, which can do one at a time. Wait for it, or use another one."
+    )
+
+
+def test_losses_are_listed_described_and_computed():
+    assert tandem.losses.names()[:3] == ["dpo", "ipo", "rpo_sq"]
+    described = tandem.losses.describe("sigmoid")
+    assert (described.name, described.arguments) == ("dpo", {"beta": 0.1, "label_smoothing": 0.0})
+    pair = {"chosen": [-20.0], "rejected": [-24.0], "reference_chosen": [-20.5], "reference_rejected": [-23.5]}
+    # d = 0.5 - (-0.5) = 1; -log sigmoid(0.1) = 0.6444, (1 - 5)^2 = 16
+    assert tandem.losses.compute("dpo", **pair).tolist() == pytest.approx([0.64439666])
+    assert tandem.losses.compute("ipo", **pair).tolist() == pytest.approx([16.0])
+    assert tandem.losses.compute(lambda pairs, *, beta: beta * pairs.ratios.margin, **pair, beta=0.5).tolist() == [0.5]
+    chosen = torch.tensor([-20.0], dtype=torch.float64, requires_grad=True)
+    tandem.losses.compute("hinge", **(pair | {"chosen": chosen})).sum().backward()
+    assert chosen.grad.tolist() == pytest.approx([-0.1])
+    with pytest.raises(ConfigError, match="dpo needs a reference"):
+        tandem.losses.compute("dpo", chosen=[-1.0], rejected=[-2.0])
+    with pytest.raises(ConfigError, match=r"sigmoidal: not a loss\. Use one of dpo, sigmoid"):
+        tandem.losses.describe("sigmoidal")
+    with pytest.raises(ConfigError, match="needs_refrence: not a property of losses"):
+        tandem.losses.declare(needs_refrence=False)
+
+
+def test_formats_are_listed_described_and_read():
+    assert tandem.formats.names()[1] == "BinaryPreferenceDataset"
+    assert tandem.formats.describe("aligner").keys == ("prompt", "chosen_response", "rejected_response")
+    read = tandem.formats.read({"prompt": "Hi", "chosen": "Yes", "rejected": "No"})
+    assert (read.prompt, [one.answer for one in read.completions]) == ("Hi", ["Yes", "No"])
+    with pytest.raises(DataError) as error:
+        tandem.formats.read({"prompt": "Hi", "chosen": "Yes", "rejected": "Yes"})
+    assert str(error.value) == "chosen and rejected are identical, so there is no preference to learn."
+    with pytest.raises(ConfigError, match="binary: not a format"):
+        tandem.formats.read({}, "binary")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": "a=b"}, "config = 'a=b': a single text is the path of a YAML file. Give settings as a list."),
+        (
+            {"config": {"data.train": "a.jsonl"}, "rows": [{}]},
+            "rows and data.train = a.jsonl both give the data. Leave out one of them.",
+        ),
+        (
+            {"config": ["dpo.preference_loss=ipo"], "loss": "dpo"},
+            "loss and dpo.preference_loss both name the loss. Leave out one of them.",
+        ),
+        ({"config": {"dpo": {"betaa": 1}}}, "given in Python: "),
+        ({"callbacks": [3]}, "callbacks[0] is of type int. Give an object with one of "),
+    ],
+)
+def test_arguments_of_train_that_are_refused(arguments, message):
+    with pytest.raises(ConfigError) as error:
+        tandem.train(**arguments)
+    assert str(error.value).startswith(message)
