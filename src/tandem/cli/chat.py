@@ -57,9 +57,9 @@ def chat(
 
     if not quiet and engine != "http":
         print(LOADING_MESSAGE, file=sys.stderr)
-    for model in models:
-        if model.target is not None:
-            export_target(model.option, model.target, lambda text: None if quiet else print(text, file=sys.stderr))
+    for one in models:
+        if one.target is not None:
+            export_target(one.option, one.target, lambda text: None if quiet else print(text, file=sys.stderr))
     with speakers(models, sampling, settings) as loaded:
         if not quiet:
             how = "greedy" if sampling.is_greedy else f"temperature {sampling.temperature:g}"
