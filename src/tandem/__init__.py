@@ -8,12 +8,14 @@ From Python (docs/python.md):
 The names below are imported when they are first used, so that `import tandem` and `tandem --help` do not load torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+# Nothing is imported here: `python -m tandem` runs this file while Python still imports from the working directory.
+TYPE_CHECKING = False  # which type checkers take for true
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from tandem import formats, losses
     from tandem.api.commands import evaluate, export, generate
     from tandem.api.result import TrainResult
@@ -85,7 +87,9 @@ __all__ = [  # noqa: RUF022 - in the order of a reader
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
+    from importlib import import_module
+
     if name in _HOMES:
         found = getattr(import_module(_HOMES[name]), name)
         globals()[name] = found

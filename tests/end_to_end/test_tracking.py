@@ -59,6 +59,7 @@ def close_to(points):
     return {name: [(step, pytest.approx(value, rel=1e-6)) for step, value in of] for name, of in points.items()}
 
 
+@pytest.mark.slow
 def test_a_killed_and_resumed_run_has_the_metrics_of_an_uninterrupted_one(tracked, plain):
     for split in ("train", "validation-default", "exported-default"):
         assert metrics_of(tracked, split) == metrics_of(plain, split)

@@ -47,6 +47,7 @@ def margin(run, split="validation-default"):
     return metrics_of(run, split)[-1]["rewards_margin_mean"]
 
 
+@pytest.mark.slow
 def test_small_updates_of_published_weights_affect_the_computation(tmp_path, start, stochastic_run, monkeypatch):
     exactly = short_run(tmp_path / "float32", *GENTLE, f"policy.model_name={start}")
     monkeypatch.setattr(working_copy, "round_to_bfloat16", lambda weight, start: weight.bfloat16())

@@ -64,6 +64,7 @@ def test_extended_equals_trained_at_once_bit_for_bit_and_the_old_export_is_kept(
     assert_intact(finished / "checkpoints")
 
 
+@pytest.mark.slow
 def test_more_epochs_extend_a_run_too_and_again(tmp_path, data):
     run = short_run(tmp_path / "run", *data, "dpo.max_num_epochs=1", "dpo.max_num_steps=null")
     first = len(metrics_of(run))
@@ -310,6 +311,7 @@ def test_a_best_checkpoint_that_cannot_be_known_is_refused(tmp_path, data, setti
 
 
 @pytest.mark.parametrize("step", [2, 3, 4])
+@pytest.mark.slow
 def test_a_killed_and_resumed_run_stops_early_at_the_same_step(tmp_path, data, measured, step):
     whole = short_run(tmp_path / "whole", *data, *EARLY)
     with killed_after(step):

@@ -155,6 +155,7 @@ def margin(run, split):
     return metrics_of(run, split)[-1]["rewards_margin_mean"]
 
 
+@pytest.mark.slow
 def test_nearest_rounding_loses_updates_that_stochastic_rounding_keeps(tmp_path):
     """At the learning rates of DPO, a weight changes by less than half a unit in the last place of bfloat16."""
     gentle = ["policy.optimizer.kwargs.lr=2e-6", "policy.optimizer.kwargs.weight_decay=0", "dpo.max_num_steps=10"]
@@ -206,6 +207,7 @@ def test_stochastic_rounding_to_float16_is_right_in_expectation():
         ("train:logps_chosen_mean", False, "train", "logps_chosen_mean"),
     ],
 )
+@pytest.mark.slow
 def test_the_tracked_metric_ranks_checkpoints(tmp_path, name, higher, split, metric):
     run = short_run(
         tmp_path / "run",

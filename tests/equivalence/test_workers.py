@@ -158,6 +158,7 @@ def test_only_the_first_rank_prints(together):
     assert not any(said[1:])
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_another_number_of_ranks(together, folder, cases):
     count, _ = together
     name = "packed"

@@ -86,6 +86,7 @@ def test_a_full_disk_ends_in_one_line_and_the_run_resumes_with_identical_weights
     assert_same(run, whole)
 
 
+@pytest.mark.slow
 def test_a_run_resumed_three_times_ends_with_identical_weights(small, whole, tmp_path):
     run, cache = tmp_path / "run", tmp_path / "cache"
     small.killed(run, cache, at="step.done:2")

@@ -61,6 +61,7 @@ def place_of(run):
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.slow
 def test_a_run_killed_at_random_times_ends_with_identical_weights(small, tmp_path, plan):
     whole, seconds = uninterrupted(small, plan)
     draw = random.Random(plan.times)

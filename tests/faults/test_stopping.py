@@ -155,6 +155,7 @@ LOSSES = (0.1, 0.6, 0.5, 0.9, 0.8, 1.0)  # by step; that of the start ranks noth
         "before the third validation",
     ],
 )
+@pytest.mark.slow
 def test_a_checkpoint_saved_before_its_validation_is_ranked_by_it_later(tmp_path, monkeypatch, place):
     real = build.Training.write
 
@@ -206,6 +207,7 @@ def test_a_run_without_checkpoints_says_that_it_starts_from_the_beginning(tmp_pa
     assert reported in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_a_run_stopped_several_times_ends_with_identical_weights(tmp_path, monkeypatch, whole):
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         with signalled(monkeypatch, trainer, "train_step", 1, number), pytest.raises(StoppedError) as stopped:
@@ -281,6 +283,7 @@ def test_a_run_that_must_have_saved_by_a_time_saves_and_stops(tmp_path, whole):
         short_run(tmp_path / "other", "checkpointing.checkpoint_must_save_by=soon")
 
 
+@pytest.mark.slow
 def test_a_time_limit_leaves_time_for_another_step_and_save(tmp_path, monkeypatch):
     """The writer's own time counts, though the run does not wait for it."""
     real = checkpoint.write_checkpoint
@@ -335,6 +338,7 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path, number, code):
     assert process.wait(50) == code  # a step takes 60
 
 
+@pytest.mark.slow
 def test_a_stop_exits_with_its_own_code_and_no_traceback(tmp_path):
     command = [sys.executable, "-c", SLOW, "1", "train", *SHORT, f"run.dir={tmp_path}/run"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -364,6 +368,7 @@ cli.main()
 """
 
 
+@pytest.mark.slow
 def test_a_stop_inside_a_library_is_not_reported_as_an_error():
     done = subprocess.run([sys.executable, "-c", WHILE_LOADING], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (143, "tandem: stopped by SIGTERM\n")

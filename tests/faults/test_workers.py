@@ -41,6 +41,7 @@ def test_bad_data_is_reported_once(tmp_path):
     assert first[1] == second[1] == 3
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_after_saving_and_a_lost_rank_ends_the_others(tmp_path):
     ranks = start(2, [*TANDEM, *LONG], tmp_path)
     wait_for(tmp_path / "run/checkpoints/step_2", ranks)

@@ -104,11 +104,7 @@ def _train(
     kept = setup.checkpoint_dir(run)
     with ExitStack() as stack:
         ranks.run_or_stop_all(lambda: _claim_directories(stack, run, setup, loaded), on=ranks.is_first)
-        reporter.say(f"Run directory: {run}{', resumed' if checkpoints(kept) else ''}")
-        if extended_from is not None:
-            reporter.say(f"Extended from {extended_from} to {setup.plan.num_steps} steps")
-        if ranks.count > 1:
-            reporter.say(f"Ranks: {ranks.count}")
+        _report_start(run, setup, reporter, ranks, extended_from)
         earlier = earlier_run(run, loaded) if not fresh and not checkpoints(kept) else None
         _report_setup(setup, run, reporter, earlier, ranks)
         saves = loaded.config.checkpointing.enabled
@@ -130,6 +126,14 @@ def _train(
                 raise
     reporter.result(run)
     return run
+
+
+def _report_start(run: Path, setup: Setup, reporter: Reporter, ranks: Ranks, extended_from: int | None) -> None:
+    reporter.say(f"Run directory: {run}{', resumed' if checkpoints(setup.checkpoint_dir(run)) else ''}")
+    if extended_from is not None:
+        reporter.say(f"Extended from {extended_from} to {setup.plan.num_steps} steps")
+    if ranks.count > 1:
+        reporter.say(f"Ranks: {ranks.count}")
 
 
 def _report_setup(setup: Setup, run: Path, reporter: Reporter, earlier: tuple[str, str] | None, ranks: Ranks) -> None:

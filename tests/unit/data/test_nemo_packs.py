@@ -530,6 +530,7 @@ def good_files(tmp_path_factory):
 
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
+@pytest.mark.slow
 def test_changed_bytes_give_packs_or_one_line(good_files, tmp_path, data):
     content = bytearray(data.draw(st.sampled_from(good_files)))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -549,6 +550,7 @@ def test_changed_bytes_give_packs_or_one_line(good_files, tmp_path, data):
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pickled=st.lists(st.sampled_from([bytes([i]) for i in b"K\x01(teu]})abRN.q\x00h\x94\x85\x86\x87\x8c\x93cC"])))
+@pytest.mark.slow
 def test_any_instructions_give_packs_or_one_line(tmp_path, pickled):
     file = tmp_path / "x.npy"
     file.write_bytes(as_npy(b"\x80\x04" + b"".join(pickled)))

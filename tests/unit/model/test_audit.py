@@ -378,6 +378,7 @@ def test_a_resumed_run_keeps_the_reference_it_started_with(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("written", ["{}", "[1]", "[" * 100_000, '{"train": 7}', "PATH"])
+@pytest.mark.slow
 def test_a_list_of_references_that_tandem_did_not_write_is_ignored(tmp_path, written):
     """PATH: a folder outside the cache. If it were used, it would be renamed as a damaged reference."""
     cache, victim = tmp_path / "cache", tmp_path / "victim"
@@ -414,6 +415,7 @@ def test_a_resumed_run_whose_reference_is_gone_reports_that_it_is_computed_again
     ) in printed
 
 
+@pytest.mark.slow
 def test_a_damaged_reference_of_a_resumed_run_is_computed_again_under_another_name(tmp_path, monkeypatch):
     import transformers
 

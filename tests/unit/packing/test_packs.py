@@ -174,6 +174,7 @@ def test_packs_outlive_their_file(tmp_path):
 # Damage
 
 
+@pytest.mark.slow
 def test_any_byte_that_changed_is_refused_by_name(kept, no_packing):
     file = kept / "packs-128.arrow"
     whole = file.read_bytes()

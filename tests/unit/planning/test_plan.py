@@ -94,6 +94,7 @@ def test_a_run_that_does_not_fit_gets_suggestions_whose_commands_give_the_same_n
     assert [one["memory"]["verdict"] for one in read["suggestions"]] == ["fits"] * len(found.suggestions)
 
 
+@pytest.mark.slow
 def test_shorter_rows_are_suggested_first_where_they_help(models):
     long = [*LARGE, f"policy.model_name={models['qwen2.5-1.5b']}", "policy.packing.pack_length=32768"]
     found = planned(*long, gpu="h100-80gb")

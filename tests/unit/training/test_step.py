@@ -131,6 +131,7 @@ def test_weights_are_float32_after_a_step(started):
     )
 
 
+@pytest.mark.slow
 def test_bfloat16_weights_learn_by_stochastic_rounding_and_hardly_by_the_nearest():
     """At DPO's rates an update is below half a unit in the last place of a bfloat16 weight: rounding undoes it."""
     setup, context, _ = start("policy.model_name=embedded")  # of so many weights that chances even out
