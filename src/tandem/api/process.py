@@ -31,10 +31,8 @@ def own_process(function: str, loaded: LoadedConfig | None = None) -> Iterator[N
             try:
                 yield
             except TandemError as error:
-                error.args = (
-                    str(error),
-                    *error.args[1:],
-                )  # without secrets, which are forgotten when another is loaded
+                # The text without secrets, which are forgotten when another configuration is loaded.
+                error.args = (str(error), *error.args[1:])
                 raise
     finally:
         _busy.release()

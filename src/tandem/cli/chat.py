@@ -39,7 +39,7 @@ def chat(
 ) -> None:
     """Talk to a model. Reads one turn per line, also from a pipe; /help lists the commands."""
     from tandem.generation.chat import Chat, read_lines, speakers
-    from tandem.generation.generate import name_models
+    from tandem.generation.generate import export_checkpoints, name_models
     from tandem.generation.records import EngineSettings, make_sampling
 
     sampling = make_sampling(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed)
@@ -52,14 +52,11 @@ def chat(
     )
     models = name_models(model, compare, settings)
 
-    from tandem.generation.target import export_target
     from tandem.terminal.console import SafeConsole
 
     if not quiet and engine != "http":
         print(LOADING_MESSAGE, file=sys.stderr)
-    for one in models:
-        if one.target is not None:
-            export_target(one.option, one.target, lambda text: None if quiet else print(text, file=sys.stderr))
+    export_checkpoints(models, lambda text: None if quiet else print(text, file=sys.stderr))
     with speakers(models, sampling, settings) as loaded:
         if not quiet:
             how = "greedy" if sampling.is_greedy else f"temperature {sampling.temperature:g}"

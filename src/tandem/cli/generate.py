@@ -135,9 +135,8 @@ def _generate(
     quiet: bool,
 ) -> None:
     """Read the prompts, generate, and print or write the completions."""
-    from tandem.generation.generate import generate_prompts
+    from tandem.generation.generate import export_checkpoints, generate_prompts
     from tandem.generation.prompts import one_prompt, prompts_from
-    from tandem.generation.target import export_target
 
     found, num_skipped = (one_prompt(prompt), 0) if prompt is not None else prompts_from(prompts or "")
 
@@ -149,9 +148,7 @@ def _generate(
         reporter.warn(f"{num_skipped:,} rows of {prompts} have no usable prompt, and were skipped.")
     if settings.name != "http":
         reporter.say(LOADING_MESSAGE)
-    for model in models:
-        if model.target is not None:
-            export_target(model.option, model.target, reporter.say)
+    export_checkpoints(models, reporter.say)
     streams = prompt is not None and len(models) == 1 and sampling.num_samples == 1 and out is None and not as_json
     generation = generate_prompts(
         models,

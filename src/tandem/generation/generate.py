@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError
+from tandem.exporting.cached import export_checkpoint
 from tandem.generation.output import OutputFile, Record, generated_by, prompts_fingerprint, record_of
 from tandem.generation.prompts import prompts_from
 from tandem.generation.records import Answer, Engine, EngineSettings, Prompt, Request, Sampling
@@ -84,6 +85,13 @@ def name_models(model: str, compare: str | None, engine: EngineSettings) -> list
         if one.target is not None and not Path(one.target.model).exists():  # on the hub, or nowhere
             check_path(one.option, one.target.model)
     return models
+
+
+def export_checkpoints(models: Sequence[Named], say: Callable[[str], None]) -> None:
+    """Export the models that are checkpoints to the cache, and say so. Without this call, they are exported silently."""
+    for model in models:
+        if model.target is not None:
+            export_checkpoint(model.option, model.target.model, say)
 
 
 def check_engine(engine: EngineSettings) -> None:

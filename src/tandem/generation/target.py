@@ -3,7 +3,6 @@
 Does not import torch.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,14 +82,9 @@ def find_target(option: str, name: str) -> Target:
     return Target(name, name)
 
 
-def export_target(option: str, target: Target, say: Callable[[str], None]) -> None:
-    """Export a target that is a checkpoint to the cache, unless it is there already."""
-    export_checkpoint(option, target.model, say)
-
-
 def open_target(option: str, target: Target, chat_template: str | None = None) -> FoundModel:
     """Find and check the files of a model, and load its tokenizer. chat_template: a file, or none for raw text."""
-    export_target(option, target, lambda _: None)
+    export_checkpoint(option, target.model, lambda _: None)
     source = find_source(option, target.model, None)
     settings = target.tokenizer
     if chat_template is not None:
