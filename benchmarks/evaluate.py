@@ -1,16 +1,17 @@
 """Compares the speed of `tandem eval` with TRL's evaluation loop (DPOTrainer.evaluate) on the same pairs.
 
-    python benchmarks/evaluate.py --shape qwen2.5-0.5b --pairs 2048 [--trl-python PYTHON] [--live]
+    python benchmarks/evaluate.py --shape qwen2.5-0.5b --pairs 2048 [--settings tuned stock] [--trl-python PYTHON]
     python benchmarks/evaluate.py --model FOLDER --reference FOLDER --data pairs.jsonl
 
-Both read the same token ids and compute the same rewards, and the accuracies are compared. The reference's log-probabilities are
-computed before the clock starts, or, with --live, by TRL in the loop, as by its default, and by tandem in a pass of its own,
-whose time is added. Each side runs once to warm up. Without --trl-python only tandem is timed. The last line is one JSON object.
+Both read the same token ids and compute the same rewards; their accuracies are printed side by side. tandem has computed the
+reference's log-probabilities before, as in every evaluation but the first. tuned: so has TRL, with pairs sorted by length and the
+fastest attention. stock: TRL's defaults, which compute the reference in each evaluation. Each side runs once to warm up. Without
+--trl-python only tandem is timed. The last line is one JSON object.
 """
 
 import json
 import random
-import sys
+import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ from tandem.evaluation.request import check_request
 from tandem.model.files.tiny import tiny_model
 from tandem.report.reporter import Reporter
 from tandem.training.metrics import above
+
+# TRL's pairs in a batch. 16 leave room for the logits of long pairs; 8 is TRL's default.
+MICRO_BATCH = {"tuned": 16, "stock": 8}
 
 
 def write_pairs(path: Path, num: int, words: int) -> Path:
@@ -62,8 +66,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="pairs; if not given, --pairs of random words, or the bundled ones")
     parser.add_argument("--pairs", type=int, help="make this many pairs of random words")
     parser.add_argument("--words", type=int, default=100, help="mean words of a prompt")
-    parser.add_argument("--micro-batch", type=int, default=16, help="pairs in a batch of TRL")
-    parser.add_argument("--live", action="store_true", help="the reference is part of the timed loop")
+    parser.add_argument("--settings", choices=MICRO_BATCH, nargs="+", default=["tuned"], help="how TRL is set up")
+    parser.add_argument("--repeats", type=int, default=1, help="timed evaluations of each, of which the median counts")
     parser.add_argument("--trl-python", help="a Python that has TRL")
     parser.add_argument(
         "--folder", type=Path, help="where models and pairs are written; if not given, a temporary folder"
@@ -73,40 +77,43 @@ def main() -> None:
         trl_python.check(o.trl_python, "datasets", "trl")
     folder = o.folder or Path(tempfile.mkdtemp(prefix="tandem-evaluate-"))
     folder.mkdir(parents=True, exist_ok=True)
-    model = str(make_model(o.shape, str(tiny_model()), folder / o.shape)) if o.shape else o.model
+    model, reference = o.model, o.reference or o.model
+    if o.shape:
+        model = str(make_model(o.shape, str(tiny_model()), folder / o.shape))
+        reference = str(make_model(o.shape, str(tiny_model()), folder / f"{o.shape}-reference", seed=1))
     data = o.data or (write_pairs(folder / "pairs.jsonl", o.pairs, o.words) if o.pairs else VALIDATION)
-    request = check_request(model, [str(data)], reference=o.reference or model)
+    request = check_request(model, [str(data)], reference=reference)
     quiet = Reporter("quiet")
     measure_model(request.subject, request.data, None, quiet)  # computes the reference and warms up
-    measured = measure_model(request.subject, request.data, None, quiet)
-    (only,) = measured.sets
-    seconds = measured.seconds
-    if o.live:
-        alone = check_request(o.reference or model, [str(data)])
-        seconds += measure_model(alone.subject, alone.data, None, quiet).seconds
+    measured = [measure_model(request.subject, request.data, None, quiet) for _ in range(o.repeats)]
+    (only,) = measured[0].sets
     found: dict[str, Any] = {
         "benchmark": "evaluate",
         **{name: str(value) if isinstance(value, Path) else value for name, value in vars(o).items()},
         "num_pairs": len(only.table),
         "tandem": {
-            "pairs_per_second": round(len(only.table) / seconds, 2),
+            "pairs_per_second": round(len(only.table) / statistics.median(one.seconds for one in measured), 2),
+            "seconds": [round(one.seconds, 3) for one in measured],
             "accuracy": float(above(only.table.margin, 0.0).mean()),
         },
     }
     print(f"tandem: {found['tandem']['pairs_per_second']} pairs/s", flush=True)  # TRL may take minutes
+    theirs: dict[str, Any] = {}
     if o.trl_python:
-        source = tiny_model() if model == "embedded" else Path(model)
-        other = tiny_model() if (o.reference or model) == "embedded" else Path(o.reference or model)
-        found["trl"] = run(
-            o.trl_python,
-            "trl_evaluate.py",
-            *("--model", str(source), "--reference", str(other), "--data", str(write_ids(folder / "ids.jsonl", only))),
-            *("--micro-batch", str(o.micro_batch), *(["--live"] if o.live else [])),
-        )
-        print(f"ratio {ratio(found['tandem'], found['trl'])}")
-    print(json.dumps(found))
-    if o.trl_python and found["trl"]["pairs_per_second"] is None:
-        sys.exit(1)
+        folders = [str(tiny_model()) if one == "embedded" else one for one in (model, reference)]
+        ids = write_ids(folder / "ids.jsonl", only)
+        for setting in o.settings:
+            theirs[setting] = run(
+                o.trl_python,
+                "trl_evaluate.py",
+                *("--model", folders[0], "--reference", folders[1], "--data", str(ids)),
+                *("--micro-batch", str(MICRO_BATCH[setting]), "--repeats", str(o.repeats)),
+                *(["--stock"] if setting == "stock" else []),
+            )
+            speed = theirs[setting]["pairs_per_second"]
+            print(f"TRL, {setting}: {speed} pairs/s, ratio {ratio(found['tandem'], theirs[setting])}", flush=True)
+    print(json.dumps(found | {"trl": theirs}))
+    raise SystemExit(any(one["pairs_per_second"] is None for one in theirs.values()))
 
 
 if __name__ == "__main__":

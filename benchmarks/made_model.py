@@ -50,14 +50,14 @@ def config_of(name: str, longest: int = 8192) -> Any:
     return AutoConfig.for_model(shape.family, **sizes, **settings)
 
 
-def make_model(name: str, tokenizer: str, folder: Path) -> Path:
+def make_model(name: str, tokenizer: str, folder: Path, seed: int = 0) -> Path:
     """The folder of a bfloat16 model of that shape, created if it is not there."""
     if (folder / "tokenizer_config.json").is_file():  # the file that is saved last
         return folder
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     own = AutoTokenizer.from_pretrained(tokenizer)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config_of(name), dtype=torch.bfloat16)

@@ -1,12 +1,14 @@
 """Times TRL's evaluation loop on pairs given as token ids. Run by evaluate.py, with a Python that has TRL.
 
-    python benchmarks/trl_evaluate.py --model FOLDER --reference FOLDER --data ids.jsonl --micro-batch 16 [--live]
+    trl_evaluate.py --model FOLDER --reference FOLDER --data ids.jsonl [--micro-batch 16] [--stock] [--repeats N]
 
-Tuned: lengths grouped, no gradients, and, since attention is causal and rows are padded on the right, a mask of ones, with which
-SDPA uses its flash kernel. The reference is computed beforehand unless --live. The last line is one JSON object.
+Tuned: lengths grouped, the reference computed beforehand, and, since attention is causal and rows are padded on the right, a
+mask of ones, with which SDPA uses its flash kernel. --stock: TRL's own defaults, that is pairs in the order of the file, their
+padding masked, the reference computed in the loop. The last line is one JSON object.
 """
 
 import json
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -25,7 +27,10 @@ def main() -> None:
     parser.add_argument("--reference", required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--micro-batch", type=int, default=16, help="pairs in a batch")
-    parser.add_argument("--live", action="store_true", help="compute the reference in the loop")
+    parser.add_argument(
+        "--stock", action="store_true", help="TRL's own defaults: live reference, order of the file, padded mask"
+    )
+    parser.add_argument("--repeats", type=int, default=1, help="timed evaluations, of which the median counts")
     o = parser.parse_args()
     trl_python.require("datasets", "trl")
     import datasets  # pyright: ignore[reportMissingImports]
@@ -36,8 +41,9 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     cuda = torch.cuda.is_available()
     rows = [json.loads(line) for line in o.data.read_text().splitlines()]
-    rows.sort(key=padded_length, reverse=True)
-    longest = padded_length(rows[0])
+    longest = max(map(padded_length, rows))
+    if not o.stock:
+        rows.sort(key=padded_length, reverse=True)
 
     def load(folder: str) -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(
@@ -50,7 +56,8 @@ def main() -> None:
     class Collator(DataCollatorForPreference):
         def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
             batch = super().torch_call(examples)
-            batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+            if not o.stock:
+                batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
             return batch
 
     class Trainer(trl.DPOTrainer):
@@ -63,7 +70,7 @@ def main() -> None:
         per_device_eval_batch_size=o.micro_batch,
         bf16=cuda,
         use_cpu=not cuda,
-        precompute_ref_log_probs=not o.live,
+        precompute_ref_log_probs=not o.stock,
         precompute_ref_batch_size=o.micro_batch,
         gradient_checkpointing=False,
         remove_unused_columns=False,
@@ -81,17 +88,20 @@ def main() -> None:
         processing_class=tokenizer_for_padding(),
         data_collator=Collator(pad_token_id=0, max_length=longest),
     )
-    trainer.evaluate()  # warms up
+    metrics = trainer.evaluate()  # warms up
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    started = time.perf_counter()
-    metrics = trainer.evaluate()
-    if cuda:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
+    seconds = []
+    for _ in range(o.repeats):
+        started = time.perf_counter()
+        trainer.evaluate()
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
     result = {
-        "pairs_per_second": round(len(rows) / seconds, 2),
+        "pairs_per_second": round(len(rows) / statistics.median(seconds), 2),
+        "seconds": [round(one, 3) for one in seconds],
         "accuracy": metrics.get("eval_rewards/accuracies"),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if cuda else None,
         "trl": trl.__version__,

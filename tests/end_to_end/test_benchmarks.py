@@ -122,13 +122,13 @@ def test_bare_loop(bench, token_pairs):
     assert all(0 < loss < 20 for loss in result["losses"])
 
 
-@pytest.mark.parametrize("options", [(), ("--live",)])
-def test_evaluate(bench, tmp_path, options):
-    given = ("--model", MODEL, "--pairs", 6, "--words", 5, "--folder", tmp_path / "made", *options)
+def test_evaluate(bench, tmp_path):
+    given = ("--model", MODEL, "--pairs", 6, "--words", 5, "--folder", tmp_path / "made", "--repeats", 2)
     result = last_line(bench("evaluate", *given))
     # The model is its own reference, so every pair is a tie.
     assert (result["num_pairs"], result["tandem"]["accuracy"]) == (6, 0.5)
     assert result["tandem"]["pairs_per_second"] > 0
+    assert len(result["tandem"]["seconds"]) == 2
 
 
 def test_float8(bench, pairs):

@@ -1,5 +1,7 @@
 """The memory that `tandem plan` expects, compared with the peak of a real run on a GPU."""
 
+import gc
+
 import pytest
 import torch
 from shapes import model_folder
@@ -44,6 +46,8 @@ def test_the_expected_memory_is_near_the_peak_of_a_run(settings, tmp_path):
     loaded = load_config(None, overrides)
     expected = plan(loaded)
     assert expected.rows.length == 8192
+    gc.collect()  # what the tests before have left
+    held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     train(loaded, Reporter("quiet"))
-    assert expected.memory.total / GIB == pytest.approx(torch.cuda.max_memory_allocated() / GIB, rel=BAND)
+    assert expected.memory.total / GIB == pytest.approx((torch.cuda.max_memory_allocated() - held) / GIB, rel=BAND)

@@ -65,7 +65,7 @@ class TransformersEngine:
         self._tokenizer = found.template.tokenizer
         self._batch_size = settings.batch_size
         self._stops = stop_ids(self._tokenizer, end_of_turn, model.generation_config)
-        self.batching = choose_batching(settings.batching, sampling, model.device, needs_equal_lengths(model))
+        self.batching = choose_batching(settings.batching, needs_equal_lengths(model))
         # The folder's own settings (repetition penalty, temperature) would change what is generated without being asked for.
         model.generation_config = GenerationConfig()
 
@@ -200,15 +200,13 @@ class TransformersEngine:
         return Answer(request, completion_text(self._tokenizer, ids, self._stops), tuple(ids), finish)
 
 
-def choose_batching(asked: Batching, sampling: Sampling, device: torch.device, equal_lengths: bool) -> Batching:
-    """Continuous batching on a GPU where it gives the same result as padded batches, which is when nothing is sampled."""
+def choose_batching(asked: Batching, equal_lengths: bool) -> Batching:
+    """Padded batches unless continuous ones are asked for, which were not faster on a GPU (benchmarks/LAB_NOTES.md)."""
     if asked == "continuous" and equal_lengths:
         raise ConfigError(
             "--batching continuous: does not support models with recurrent layers. Use --batching padded."
         )
-    if asked != "auto":
-        return asked
-    return "continuous" if device.type == "cuda" and sampling.is_greedy and not equal_lengths else "padded"
+    return "padded" if asked == "auto" else asked
 
 
 def needs_equal_lengths(model: Any) -> bool:
