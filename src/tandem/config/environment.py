@@ -18,8 +18,8 @@ from tandem.config.keys import all_keys
 from tandem.config.schema import Config
 from tandem.config.sections.datasets import DatasetFields
 from tandem.config.sections.section import EMBEDDED
+from tandem.config.source.yaml_text import MAX_CHARACTERS, MAX_VALUES
 from tandem.config.tracked import METRICS
-from tandem.config.yaml_text import MAX_CHARACTERS, MAX_VALUES
 from tandem.errors import ConfigError
 from tandem.terminal.printable import SECRETS
 

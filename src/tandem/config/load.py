@@ -1,8 +1,5 @@
 """Loads a configuration: reads YAML files and their `defaults:`, applies overrides, and validates the result."""
 
-import json
-import os
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -12,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -25,32 +19,17 @@ from tandem.config.keys import all_keys, key_names
 from tandem.config.schema import Config
 from tandem.config.sections.datasets import DatasetFields
 from tandem.config.sections.section import EMBEDDED, expand_home
-from tandem.config.validation import COMMAND_LINE, GIVEN_BY_USER, PYTHON, flatten, origin_of, validate
-from tandem.config.yaml_text import YamlLimitError, is_scalar, listed_in, read_yaml_text, resolve_config_path, to_yaml
+from tandem.config.source.files import TreeAndOrigins, merge, read_file
+from tandem.config.source.overrides import Change, changes_in, parse_change
+from tandem.config.source.yaml_text import to_yaml
+from tandem.config.validation import GIVEN_BY_USER, flatten, origin_of, validate
 from tandem.errors import ConfigError, one_line
 from tandem.terminal.commands import override as override_text
 from tandem.terminal.printable import SECRETS, Secrets
-from tandem.user_code import name_function
 
 Overrides = Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
-TreeAndOrigins = tuple[dict[str, Any], dict[str, str]]  # a tree of values, and the file that each key came from
-MAX_DEFAULTS = 64  # files in a chain of `defaults:`
-# Replaces a ~ at the start of a value, which Hydra does not accept. Quoted text is left alone.
-TILDE = "__tilde__"
-HOME_TILDE = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?:(?<=[\[{,:\s])|\A)~""")
 EMBEDDED_DEFAULT = "the embedded default"  # the origin of its values
-MAPPED_KEYS = ("dpo.preference_loss",)  # keys whose value may be a map, with keys that contain dots
 MODEL_OR_DATA = ("policy.model_name.", "data.train.", "data.validation.", "data.val_data_paths.", "data.default.")
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """A change of one key: the value to set, or `deletes`."""
-
-    key: str
-    value: Any = None
-    deletes: bool = False
-    origin: str = COMMAND_LINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +53,7 @@ class LoadedConfig:
             text
             for one in self.given
             for text in (
-                [override_text(change.key, change.value) for change in _changes_in(one)]
+                [override_text(change.key, change.value) for change in changes_in(one)]
                 if isinstance(one, Mapping)
                 else [one]
             )
@@ -118,8 +97,10 @@ def load_config(
     SECRETS.clear()
     given = deepcopy((overrides,) if isinstance(overrides, Mapping | str) else tuple(overrides))
     file = None if file is None else str(file)
-    changes = [change for one in given for change in (_changes_in(one) if isinstance(one, Mapping) else [_parse(one)])]
-    tree, origins = _read(Path(expand_home(file)), (), {}) if file else _start_without_file(changes)
+    changes = [
+        change for one in given for change in (changes_in(one) if isinstance(one, Mapping) else [parse_change(one)])
+    ]
+    tree, origins = read_file(Path(expand_home(file))) if file else _start_without_file(changes)
     for change in changes:
         _apply(change, tree, origins)
     from_environment = as_written(tree)
@@ -144,32 +125,6 @@ def load_config(
         allows_code=allow_code,
         secrets=SECRETS.copy(),
     )
-
-
-def _changes_in(tree: Mapping[str, Any]) -> list[_Change]:
-    """Return the changes that a dict describes. Its keys may be nested, or have dots: {"run": {"seed": 1}}, {"run.seed": 1}."""
-    found: list[_Change] = []
-
-    def add(prefix: str, value: Any) -> None:
-        if isinstance(value, Mapping) and value and prefix not in MAPPED_KEYS:
-            for key, inner in value.items():
-                add(f"{prefix}.{key}" if prefix else str(key), inner)
-        else:
-            found.append(_Change(prefix, _without_functions(prefix, value), origin=PYTHON))
-
-    add("", tree)
-    return [change for change in found if change.key]
-
-
-def _without_functions(key: str, value: Any) -> Any:
-    """Return a value with functions replaced by their names, and paths by texts."""
-    if isinstance(value, Mapping):
-        return {_without_functions(key, name): _without_functions(key, inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_functions(key, one) for one in value]
-    if isinstance(value, Path):
-        return str(value)
-    return name_function(key, value) if callable(value) else value
 
 
 def require_training_set(config: Config) -> None:
@@ -197,7 +152,7 @@ def _setting_that_needs_training_set(config: Config) -> str | None:
     return None if "train" in data.model_fields_set else given
 
 
-def _start_without_file(changes: list[_Change]) -> TreeAndOrigins:
+def _start_without_file(changes: list[Change]) -> TreeAndOrigins:
     # The learning rate of the embedded default is for a tiny random model, so it must not apply to other models:
     # the embedded default is used only if neither a model nor data is given.
     keys = [change.key for change in changes]
@@ -208,99 +163,7 @@ def _start_without_file(changes: list[_Change]) -> TreeAndOrigins:
     return tree, dict.fromkeys(flatten(tree), EMBEDDED_DEFAULT)
 
 
-def _read(path: Path, above: tuple[Path, ...], known: dict[Path, TreeAndOrigins]) -> TreeAndOrigins:
-    """Read a YAML file and merge it over the files that its `defaults:` lists.
-
-    Paths in `defaults:` are relative to the file, and later files override earlier ones. `above`: the chain of files whose
-    `defaults:` led to this file, to detect cycles. `known`: the results of files that were already read.
-    """
-    path = resolve_config_path(path, above[-1] if above else None)
-    if path in above:
-        chain = " -> ".join(str(p) for p in (*above, path))
-        raise ConfigError(f"{path}: circular `defaults:`: {chain}. Remove one of these files from `defaults:`.")
-    if len(above) > MAX_DEFAULTS:
-        raise ConfigError(f"{above[0]}: `defaults:` form a chain of more than {MAX_DEFAULTS} files. Shorten it.")
-    if path in known:
-        return known[path]
-    try:
-        is_mapping = not is_scalar(read_yaml_text(path))  # OmegaConf would parse the text of a scalar as YAML again
-        loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False) if is_mapping else ""
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such configuration file{listed_in(above[-1] if above else None)}.") from None
-    except YamlLimitError as error:
-        raise ConfigError(f"{path}: {error} Is it a configuration file?") from None
-    except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, RecursionError) as error:
-        raise ConfigError(f"{path}: not readable as YAML: {one_line(error)}") from None
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{path}: a configuration must be a mapping of sections, not a {type(loaded).__name__}.")
-    parents = loaded.pop("defaults", [])
-    parents = [parents] if isinstance(parents, str) else parents
-    if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
-        raise ConfigError(
-            f"{path}: `defaults:` must be a file name or a list of file names, not {json.dumps(parents)}."
-        )
-    tree: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    for parent in parents:
-        below, below_origins = _read(path.parent / expand_home(parent), (*above, path), known)
-        tree = _merge(tree, below)
-        origins |= below_origins
-    known[path] = _merge(tree, loaded), origins | dict.fromkeys(flatten(loaded), str(path))
-    return known[path]
-
-
-def _merge(below: dict[Any, Any], above: dict[Any, Any]) -> dict[Any, Any]:
-    """Return `below` updated with `above`, key by key.
-
-    A section of `above` with `_override_: true` replaces the section of `below`.
-    """
-    above = dict(above)
-    merged = {} if above.pop("_override_", False) else dict(below)
-    for key, value in above.items():
-        under = merged.get(key)
-        merged[key] = _merge(under if isinstance(under, dict) else {}, value) if isinstance(value, dict) else value
-    return merged
-
-
-def parse_override(text: str) -> Override:
-    """Parse key=value, +key=value or ~key. The value may be a sweep, such as a,b or range(1,4)."""
-    try:
-        override = OverridesParser.create().parse_override(_without_tildes(text))
-    except RecursionError:
-        raise ConfigError(f"override {text[:40]!r}…: nested too deeply. Use fewer levels.") from None
-    except HydraException as error:
-        if os.path.isfile(text):  # noqa: PTH113 - pathlib raises if the text is too long for a name
-            raise ConfigError(
-                f"override {text!r}: a file without a key. To train on it, write data.train={text}; for several files, use "
-                "a pattern in quotes, 'FOLDER/*.jsonl'."
-            ) from None
-        raise ConfigError(
-            f"override {text!r}: {one_line(error)}. Write key=value, +key=value or ~key; quote values that contain "
-            """, = { } [ ] or spaces: 'key="a, b"'."""
-        ) from None
-    if not override.key_or_group:
-        raise ConfigError(f"override {text!r}: no key before the =. Write key=value.")
-    return override
-
-
-def _parse(text: str) -> _Change:
-    """Parse an override of a single run. Raise ConfigError if it has several values."""
-    override = parse_override(text)
-    if override.is_sweep_override():
-        key, value = override.key_or_group, text.partition("=")[2]
-        grouped = re.fullmatch(r"\d{1,3}(,\d{3})+", value)
-        one_number = f" Write a number without commas: {key}={value.replace(',', '')}." if grouped else ""
-        list_key = "data.train" if key == "data.train.data_path" else key  # a set has one path; data.train takes a list
-        raise ConfigError(
-            f"override {text!r}: several values are a sweep, which a single run cannot do. To train one run per "
-            f"value, use `tandem sweep`. For a list, write {list_key}=[a,b].{one_number}"
-        )
-    if override.type == OverrideType.DEL:
-        return _Change(override.key_or_group, deletes=True)
-    return _Change(override.key_or_group, plain_value(override.value()))
-
-
-def _apply(change: _Change, tree: dict[str, Any], origins: dict[str, str]) -> None:
+def _apply(change: Change, tree: dict[str, Any], origins: dict[str, str]) -> None:
     if change.deletes:
         _delete(change.key, tree)
     else:
@@ -348,22 +211,6 @@ def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
     tree[path[-1]] = value
 
 
-def plain_value(value: Any) -> Any:
-    """Convert a value parsed by Hydra to plain Python types. Hydra represents quoted strings as objects."""
-    if isinstance(value, dict):
-        return {str(plain_value(k)): plain_value(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [plain_value(v) for v in value]
-    value = value.text if hasattr(value, "text") else value
-    return value.replace(TILDE, "~") if isinstance(value, str) else value
-
-
-def _without_tildes(text: str) -> str:
-    """Replace ~ in the value of an override, such as data.train=~/pairs.jsonl, with a placeholder that Hydra accepts."""
-    key, equals, value = text.partition("=")
-    return f"{key}{equals}{HOME_TILDE.sub(lambda found: found[1] or TILDE, value)}"
-
-
 def _refer_to_default(data: dict[str, Any]) -> None:
     """In each dataset, replace values that come from data.default with interpolations, ${data.default.NAME}.
 
@@ -379,7 +226,7 @@ def _refer_to_default(data: dict[str, Any]) -> None:
 def _with_defaults(tree: dict[str, Any]) -> Any:
     """Return `tree` merged over the default configuration, so that interpolations can refer to default values."""
     with _one_line_errors():
-        return OmegaConf.create(_merge(Config().model_dump(), tree))
+        return OmegaConf.create(merge(Config().model_dump(), tree))
 
 
 @contextmanager

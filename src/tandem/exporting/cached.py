@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from tandem.config.schema import Config
-from tandem.config.yaml_text import YamlLimitError, read_yaml_text
+from tandem.config.source.yaml_text import YamlLimitError, read_yaml_text
 from tandem.errors import CheckpointError
 from tandem.isolation import separate_environment
 from tandem.model.files.source import checkpoint_export

@@ -18,7 +18,7 @@ from tandem import __version__
 from tandem.config.load import LoadedConfig
 from tandem.config.sections.dpo import Dpo
 from tandem.config.sections.section import EMBEDDED
-from tandem.config.yaml_text import to_yaml
+from tandem.config.source.yaml_text import to_yaml
 from tandem.data.read.hub import is_hub_name
 from tandem.data.store.sets import PUBLISHED_SETS, Sets
 from tandem.exporting.licence import Licence, licence_of

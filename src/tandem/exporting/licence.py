@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from tandem.config.yaml_text import YamlLimitError, check_yaml
+from tandem.config.source.yaml_text import YamlLimitError, check_yaml
 from tandem.storage.cache import outside_of
 
 MAX_CHARACTERS = 64 * 1024  # of a file; front matter is far shorter

@@ -11,7 +11,7 @@ import yaml
 
 from tandem.config.sections.policy import Tokenizer as TokenizerConfig
 from tandem.config.sections.section import EMBEDDED
-from tandem.config.yaml_text import YamlLimitError, read_yaml_text
+from tandem.config.source.yaml_text import YamlLimitError, read_yaml_text
 from tandem.data.text.template import Template, make_template
 from tandem.data.text.tokenizer import load_tokenizer
 from tandem.errors import ConfigError

@@ -9,7 +9,7 @@ from itertools import islice, product
 from hydra.core.override_parser.types import ChoiceSweep, Override, OverrideType, RangeSweep
 from hydra.errors import HydraException
 
-from tandem.config.load import parse_override, plain_value
+from tandem.config.source.overrides import parse_override, plain_value
 from tandem.errors import ConfigError, one_line
 from tandem.terminal.commands import override
 

@@ -12,8 +12,8 @@ import yaml
 
 from tandem.config.load import LoadedConfig, load_config, require_training_set
 from tandem.config.schema import Config
+from tandem.config.source.yaml_text import to_yaml
 from tandem.config.validation import flatten
-from tandem.config.yaml_text import to_yaml
 from tandem.errors import CheckpointError, ConfigError, TandemError
 from tandem.paths import check_paths
 from tandem.storage.cache import fingerprint, read_json, replacing

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tandem.config.load import load_config
-from tandem.config.yaml_text import YamlLimitError, check_yaml
+from tandem.config.source.yaml_text import YamlLimitError, check_yaml
 from tandem.data.read.hub import choose_files
 from tandem.errors import ConfigError, DataError
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.config.load import parse_override, plain_value
+from tandem.config.source.overrides import parse_override, plain_value
 from tandem.errors import ConfigError
 from tandem.sweeping.grid import MAX_NAME_CHARACTERS, parse_grid
 from tandem.terminal.commands import override

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
-from tandem.config.yaml_text import YamlLimitError, check_yaml
+from tandem.config.source.yaml_text import YamlLimitError, check_yaml
 from tandem.errors import DataError, full_disk, one_line
 from tandem.storage.cache import cache_dir, fingerprint, replacing
 from tandem.terminal.printable import listed

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from tandem.config.load import LoadedConfig
 from tandem.config.schema import Config
+from tandem.config.source.yaml_text import YamlLimitError, read_yaml_text
 from tandem.config.validation import flatten
-from tandem.config.yaml_text import YamlLimitError, read_yaml_text
 from tandem.errors import CheckpointError, ConfigError
 from tandem.storage.cache import fingerprint, is_export, real_path
 from tandem.storage.ownership import open_own, refuse_other_than_file, refuse_other_than_folder

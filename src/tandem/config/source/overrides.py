@@ -1,0 +1,111 @@
+"""Parses overrides of keys: texts in Hydra's syntax, such as dpo.max_num_steps=10, or dicts given in Python."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+
+from tandem.config.validation import COMMAND_LINE, PYTHON
+from tandem.errors import ConfigError, one_line
+from tandem.user_code import name_function
+
+# Replaces a ~ at the start of a value, which Hydra does not accept. Quoted text is left alone.
+TILDE = "__tilde__"
+HOME_TILDE = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?:(?<=[\[{,:\s])|\A)~""")
+MAPPED_KEYS = ("dpo.preference_loss",)  # keys whose value may be a map, with keys that contain dots
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of one key: the value to set, or `deletes`."""
+
+    key: str
+    value: Any = None
+    deletes: bool = False
+    origin: str = COMMAND_LINE
+
+
+def parse_override(text: str) -> Override:
+    """Parse key=value, +key=value or ~key. The value may be a sweep, such as a,b or range(1,4)."""
+    try:
+        override = OverridesParser.create().parse_override(_without_tildes(text))
+    except RecursionError:
+        raise ConfigError(f"override {text[:40]!r}…: nested too deeply. Use fewer levels.") from None
+    except HydraException as error:
+        if os.path.isfile(text):  # noqa: PTH113 - pathlib raises if the text is too long for a name
+            raise ConfigError(
+                f"override {text!r}: a file without a key. To train on it, write data.train={text}; for several files, use "
+                "a pattern in quotes, 'FOLDER/*.jsonl'."
+            ) from None
+        raise ConfigError(
+            f"override {text!r}: {one_line(error)}. Write key=value, +key=value or ~key; quote values that contain "
+            """, = { } [ ] or spaces: 'key="a, b"'."""
+        ) from None
+    if not override.key_or_group:
+        raise ConfigError(f"override {text!r}: no key before the =. Write key=value.")
+    return override
+
+
+def parse_change(text: str) -> Change:
+    """Parse an override of a single run. Raise ConfigError if it has several values."""
+    override = parse_override(text)
+    if override.is_sweep_override():
+        key, value = override.key_or_group, text.partition("=")[2]
+        grouped = re.fullmatch(r"\d{1,3}(,\d{3})+", value)
+        one_number = f" Write a number without commas: {key}={value.replace(',', '')}." if grouped else ""
+        list_key = "data.train" if key == "data.train.data_path" else key  # a set has one path; data.train takes a list
+        raise ConfigError(
+            f"override {text!r}: several values are a sweep, which a single run cannot do. To train one run per "
+            f"value, use `tandem sweep`. For a list, write {list_key}=[a,b].{one_number}"
+        )
+    if override.type == OverrideType.DEL:
+        return Change(override.key_or_group, deletes=True)
+    return Change(override.key_or_group, plain_value(override.value()))
+
+
+def changes_in(tree: Mapping[str, Any]) -> list[Change]:
+    """Return the changes that a dict describes. Its keys may be nested, or have dots: {"run": {"seed": 1}}, {"run.seed": 1}."""
+    found: list[Change] = []
+
+    def add(prefix: str, value: Any) -> None:
+        if isinstance(value, Mapping) and value and prefix not in MAPPED_KEYS:
+            for key, inner in value.items():
+                add(f"{prefix}.{key}" if prefix else str(key), inner)
+        else:
+            found.append(Change(prefix, _without_functions(prefix, value), origin=PYTHON))
+
+    add("", tree)
+    return [change for change in found if change.key]
+
+
+def _without_functions(key: str, value: Any) -> Any:
+    """Return a value with functions replaced by their names, and paths by texts."""
+    if isinstance(value, Mapping):
+        return {_without_functions(key, name): _without_functions(key, inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_functions(key, one) for one in value]
+    if isinstance(value, Path):
+        return str(value)
+    return name_function(key, value) if callable(value) else value
+
+
+def plain_value(value: Any) -> Any:
+    """Convert a value parsed by Hydra to plain Python types. Hydra represents quoted strings as objects."""
+    if isinstance(value, dict):
+        return {str(plain_value(k)): plain_value(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [plain_value(v) for v in value]
+    value = value.text if hasattr(value, "text") else value
+    return value.replace(TILDE, "~") if isinstance(value, str) else value
+
+
+def _without_tildes(text: str) -> str:
+    """Replace ~ in the value of an override, such as data.train=~/pairs.jsonl, with a placeholder that Hydra accepts."""
+    key, equals, value = text.partition("=")
+    return f"{key}{equals}{HOME_TILDE.sub(lambda found: found[1] or TILDE, value)}"
