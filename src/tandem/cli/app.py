@@ -85,6 +85,15 @@ AllowEnv = Annotated[
     ),
 ]
 
+FromFormat = Annotated[
+    str | None,
+    typer.Option(
+        "--from-format",
+        metavar="NAME",
+        help="The trainer that the configuration was written for, if it is not recognised: nemo-rl.",
+    ),
+]
+
 AllowCode = Annotated[
     bool,
     typer.Option(

@@ -1,10 +1,12 @@
-"""`tandem config`: prints the resolved configuration, or its JSON schema."""
+"""`tandem config`: prints the resolved configuration, its JSON schema, or the translation of another trainer's file."""
 
+import sys
 from typing import Annotated
 
 import typer
 
-from tandem.cli.app import AllowCode, AllowEnv, ConfigFile, Overrides, app
+from tandem.cli.app import AllowCode, AllowEnv, ConfigFile, FromFormat, Overrides, app, expand_home_callback
+from tandem.errors import ConfigError
 
 
 @app.command("config")
@@ -13,6 +15,19 @@ def show_config(
     config: ConfigFile = None,
     allow_env: AllowEnv = None,
     allow_code: AllowCode = False,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            callback=expand_home_callback,
+            help="Translate another trainer's configuration, and print the keys that it sets.",
+        ),
+    ] = None,
+    from_format: FromFormat = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="With --from, show every key with what became of it.")
+    ] = False,
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON schema of configuration files, for editors.")
     ] = False,
@@ -27,4 +42,23 @@ def show_config(
         return
     from tandem.config.load import load_config
 
-    print(load_config(config, overrides or [], allow_env or (), allow_code=allow_code).as_yaml(), end="")
+    if source is not None and config is not None:
+        raise ConfigError("--from and --config both name a configuration file. Leave out one of them.")
+    given = {"allow_code": allow_code, "from_format": from_format}
+    loaded = load_config(source or config, overrides or [], allow_env or (), **given)
+    if loaded.translation is not None:
+        from tandem.config.compat.show import full_table, short_lines, summary
+
+        lines = [summary(loaded.translation, loaded.file), *(f"  {line}" for line in short_lines(loaded.translation))]
+        print(full_table(loaded.translation, loaded.file) if verbose else "\n".join(lines), file=sys.stderr)
+    if source is None:
+        print(loaded.as_yaml(), end="")
+    elif loaded.translation is None:
+        raise ConfigError(
+            f"{source}: not recognised as the configuration of another trainer. If it is one, name it with --from-format; "
+            "tandem's own files are read by --config."
+        )
+    else:
+        from tandem.config.source.yaml_text import to_yaml
+
+        print(to_yaml(loaded.translation.tree), end="")

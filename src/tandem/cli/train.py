@@ -14,6 +14,7 @@ from tandem.cli.app import (
     AllowCode,
     AllowEnv,
     ConfigFile,
+    FromFormat,
     Overrides,
     app,
     expand_home_callback,
@@ -34,6 +35,7 @@ def train(
     config: ConfigFile = None,
     allow_env: AllowEnv = None,
     allow_code: AllowCode = False,
+    from_format: FromFormat = None,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -71,7 +73,13 @@ def train(
     per_pair_file = Path(per_pair) if per_pair else None
     with _reported_once_per_machine():
         loaded = _load_checked(
-            config, overrides or [], allow_env or [], fresh=fresh, per_pair=per_pair_file, allow_code=allow_code
+            config,
+            overrides or [],
+            allow_env or [],
+            fresh=fresh,
+            per_pair=per_pair_file,
+            allow_code=allow_code,
+            from_format=from_format,
         )
     silent = quiet or (as_json and not verbose)
     if not silent and os.environ.get("RANK", "0") == "0":
@@ -88,12 +96,13 @@ def _load_checked(
     fresh: bool,
     per_pair: Path | None,
     allow_code: bool,
+    from_format: str | None,
 ) -> "LoadedConfig":
     """Load the configuration, and check everything that can be checked without torch."""
     from tandem.config.load import load_config, require_training_set
     from tandem.paths import check_run
 
-    loaded = load_config(config, overrides, allow_env, allow_code=allow_code)
+    loaded = load_config(config, overrides, allow_env, allow_code=allow_code, from_format=from_format)
     require_training_set(loaded.config)
     check_run(loaded, fresh=fresh, per_pair=per_pair)
     return loaded

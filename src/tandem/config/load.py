@@ -13,9 +13,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tandem.config.code import load_named_functions
+from tandem.config.compat.interpolation import resolved
+from tandem.config.compat.records import Translation
 from tandem.config.compat.suggest import describe_unknown_key
+from tandem.config.compat.table import origins as known_origins
+from tandem.config.compat.translate import OWN_FORMAT, recognise, translate
 from tandem.config.environment import Place, as_written, check_sent_variables, interpolations, limited_resolution
 from tandem.config.keys import all_keys, key_names
+from tandem.config.losses import join_names
 from tandem.config.schema import Config
 from tandem.config.sections.datasets import DatasetFields
 from tandem.config.sections.section import EMBEDDED, expand_home
@@ -44,6 +49,7 @@ class LoadedConfig:
     given: tuple[str | Mapping[str, Any], ...] = ()  # overrides, as given
     sent_variables: tuple[str, ...] = ()  # environment variables that are sent to trackers or the hub
     allows_code: bool = False  # whether the file may name Python code
+    translation: Translation | None = None  # if the file was written for another trainer
     secrets: Secrets = field(default_factory=Secrets, repr=False, compare=False)  # values to hide in messages
 
     @property
@@ -86,13 +92,17 @@ def load_config(
     allow_env: Collection[str] = (),
     *,
     allow_code: bool = False,
+    from_format: str | None = None,
 ) -> LoadedConfig:
     """Read a file (or the embedded default), apply overrides, and validate the result.
+
+    A file of another trainer (docs/from-nemo.md, docs/from-trl.md) is translated; overrides may be in its names or in tandem's.
 
     overrides: Hydra-style texts, such as "dpo.max_num_steps=10", or a dict of keys to values, nested or with dots. A value that
     is a function is the user's own loss or format (docs/python.md).
     allow_env: environment variables whose values a file may send to trackers or the hub.
     allow_code: whether a file may name Python code to run, as FILE.py:FUNCTION. Overrides may.
+    from_format: the trainer that the file was written for, such as nemo-rl; None: recognised by its keys.
     """
     SECRETS.clear()
     given = deepcopy((overrides,) if isinstance(overrides, Mapping | str) else tuple(overrides))
@@ -103,6 +113,9 @@ def load_config(
     tree, origins = read_file(Path(expand_home(file))) if file else _start_without_file(changes)
     for change in changes:
         _apply(change, tree, origins)
+    translation = _translated(tree, origins, from_format) if file or from_format else None
+    if translation is not None:
+        tree, origins = translation.tree, translation.origins
     from_environment = as_written(tree)
     everything = _with_defaults(tree)
     with _one_line_errors(), limited_resolution():
@@ -123,8 +136,18 @@ def load_config(
         given=given,
         sent_variables=check_sent_variables(config, found, from_files, allow_env),
         allows_code=allow_code,
+        translation=translation,
         secrets=SECRETS.copy(),
     )
+
+
+def _translated(tree: dict[str, Any], origins: dict[str, str], from_format: str | None) -> Translation | None:
+    """Return the translation of another trainer's configuration, or None if it is tandem's own."""
+    known = (OWN_FORMAT, *known_origins())
+    if from_format not in (None, *known):
+        raise ConfigError(f"--from-format {from_format}: not a known format. Give {join_names(known, 'or')}.")
+    origin = from_format or recognise(tree)
+    return None if origin in (None, OWN_FORMAT) else translate(origin, resolved(tree), origins)
 
 
 def require_training_set(config: Config) -> None:

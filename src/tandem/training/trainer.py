@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tandem.config.compat.show import full_table, short_lines, summary
 from tandem.config.load import LoadedConfig
 from tandem.config.sections.checkpointing import Checkpointing
 from tandem.data.preflight import preflights
@@ -27,6 +28,7 @@ from tandem.training.memory import device_memory, out_of_memory_error, peak_memo
 from tandem.training.run.callbacks import Callbacks
 from tandem.training.run.directory import (
     TEMPORARY_NAMES,
+    TRANSLATION_FILE,
     choose_run_dir,
     earlier_run,
     is_finished,
@@ -105,6 +107,7 @@ def _train(
     with ExitStack() as stack:
         ranks.run_or_stop_all(lambda: _claim_directories(stack, run, setup, loaded), on=ranks.is_first)
         _report_start(run, setup, reporter, ranks, extended_from)
+        _report_translation(run, loaded, reporter)
         earlier = earlier_run(run, loaded) if not fresh and not checkpoints(kept) else None
         _report_setup(setup, run, reporter, earlier, ranks)
         saves = loaded.config.checkpointing.enabled
@@ -136,6 +139,18 @@ def _report_start(run: Path, setup: Setup, reporter: Reporter, ranks: Ranks, ext
         reporter.say(f"Ranks: {ranks.count}")
 
 
+def _report_translation(run: Path, loaded: LoadedConfig, reporter: Reporter) -> None:
+    """Say what became of the keys of another trainer's configuration: those that changed, or all if the run is verbose."""
+    if loaded.translation is None:
+        return
+    if reporter.verbosity == "verbose":
+        reporter.say(full_table(loaded.translation, loaded.file), hang=4)
+        return
+    reporter.say(f"{summary(loaded.translation, loaded.file)} Every key is in {run / TRANSLATION_FILE}.")
+    for line in short_lines(loaded.translation):
+        reporter.say(f"  {line}", hang=4)
+
+
 def _report_setup(setup: Setup, run: Path, reporter: Reporter, earlier: tuple[str, str] | None, ranks: Ranks) -> None:
     """Print the data, the settings and warnings. `earlier`: a hint that an earlier run can be resumed, and the command for it."""
     sets, choices, computed = preflights(setup.plan.sets), describe_choices(setup), describe_computation(setup)
@@ -162,7 +177,7 @@ def _choose_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> 
 
 
 def _claim_directories(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> None:
-    """Lock the run directory, and the checkpoint directory if it is separate. Write config.yaml and rejects.jsonl."""
+    """Lock the run directory, and the checkpoint directory if it is separate. Write its first files."""
     stack.enter_context(locked(run))
     kept = setup.checkpoint_dir(run)
     if kept != run / "checkpoints":
@@ -174,6 +189,8 @@ def _claim_directories(stack: ExitStack, run: Path, setup: Setup, loaded: Loaded
     refuse_shortening(run, setup)
     if not is_finished(run):  # a finished run that is extended gets its configuration later (extension.py)
         write_atomically(run / "config.yaml", loaded.as_yaml(), "config")
+        if loaded.translation is not None:
+            write_atomically(run / TRANSLATION_FILE, full_table(loaded.translation, loaded.file), "config")
     write_rejects(setup.plan.sets.read, run / "rejects.jsonl")
 
 

@@ -21,10 +21,11 @@ from tandem.storage.cache import fingerprint, is_export, real_path
 from tandem.storage.ownership import open_own, refuse_other_than_file, refuse_other_than_folder
 from tandem.terminal.commands import override, tandem_command
 
+TRANSLATION_FILE = "translation.txt"  # what became of the keys of another trainer's configuration
 # The files that a run writes in its directory, except checkpoints.
 FILES = (
     *("config.yaml", "lock", "metrics.jsonl", "rejects.jsonl", "references.json", "trackers.json", "verdicts.json"),
-    *("setup.json", "pairs.json", "report.html"),
+    *("setup.json", "pairs.json", "report.html", TRANSLATION_FILE),
     *("logs/gpu.jsonl", "logs/mlflow.db", "logs/trackers.log", "samples/step_*.jsonl"),
 )
 SWEEP_FILE = "sweep.json"  # in the directory of a sweep, whose folders are runs

@@ -1,0 +1,60 @@
+"""Shows what became of the keys of another trainer's configuration."""
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from tandem.config.compat.records import TranslatedKey, Translation
+
+HEADINGS = {
+    "translated": "Translated",
+    "default": "Not set there, so its default there applies",
+    "same": "The same here",
+    "no effect": "Without effect here",
+}
+
+
+def summary(translation: Translation, file: str | None) -> str:
+    """One sentence with the number of keys of each kind."""
+    counts = {
+        kind: sum(1 for _ in translation.of_kind(kind)) for kind in ("same", "translated", "no effect", "default")
+    }
+    what = f"{file} is a configuration" if file else "A configuration"
+    return (
+        f"{what} of {translation.origin}: {counts['translated']} keys are translated, {counts['same']} are the same here, "
+        f"{counts['no effect']} have no effect here, and {counts['default']} are set to {translation.origin}'s defaults."
+    )
+
+
+def short_lines(translation: Translation) -> list[str]:
+    """The keys that are translated or get another default, one per line."""
+    return list(_lines(row for kind in ("translated", "default") for row in translation.of_kind(kind)))
+
+
+def full_table(translation: Translation, file: str | None) -> str:
+    """Every key with what became of it."""
+    return "\n".join([summary(translation, file), *_sections(translation), ""])
+
+
+def _sections(translation: Translation) -> Iterator[str]:
+    for kind, heading in HEADINGS.items():
+        rows = list(translation.of_kind(kind))  # type: ignore[arg-type]
+        if rows:
+            yield from ("", heading, *(f"  {line}" for line in _lines(rows)))
+
+
+def _lines(rows: Iterable[TranslatedKey]) -> Iterator[str]:
+    """One line per key. A value that several keys are translated to together is shown once."""
+    shown: set[str] = set()
+    for row in rows:
+        line = f"{row.key} = {_value(row.value)}"
+        if row.kind == "translated":
+            new = [f"{key} = {_value(value)}" for key, value in row.outcome.settings.items()]
+            brief = [key if text in shown else text for key, text in zip(row.outcome.settings, new, strict=True)]
+            line = f"{line} -> {', '.join(brief)}"
+            shown |= set(new)
+        yield f"{line}  ({row.outcome.note})" if row.outcome.note else line
+
+
+def _value(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value

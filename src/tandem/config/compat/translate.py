@@ -1,0 +1,138 @@
+"""Translates the configuration of another trainer into tandem's keys, and says what became of each of its keys."""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from tandem.config.compat.records import Given, Outcome, TranslatedKey, Translation, nested, no_effect, refused
+from tandem.config.compat.rules.registry import RULES
+from tandem.config.compat.suggest import suggestion
+from tandem.config.compat.table import Case, Table, load_table, origins
+from tandem.config.keys import all_keys, key_names
+from tandem.config.losses import join_names
+from tandem.config.validation import GIVEN_BY_USER, flatten, origin_of
+from tandem.errors import ConfigError
+
+OWN_FORMAT = "tandem"
+
+
+def recognise(tree: dict[str, Any]) -> str | None:
+    """The trainer that a configuration was written for, or None if it may be tandem's own."""
+    given = Given(flatten(tree), {})
+    if all(is_own_key(key) for key in given.values):
+        return None
+    return next((origin for origin in origins() if load_table(origin).recognises(given)), None)
+
+
+def translate(origin: str, tree: dict[str, Any], places: Mapping[str, str]) -> Translation:
+    """Translate a configuration, whose interpolations are resolved. Raise ConfigError if a key cannot be translated.
+
+    `places`: where each key was set.
+    """
+    table = load_table(origin)
+    values = flatten(tree)
+    given = Given(values, {key: origin_of(key, dict(places)) for key in values})
+    rows = [TranslatedKey(key, value, _outcome(table, key, value, given)) for key, value in values.items()]
+    if problems := [row for row in rows if row.kind == "refused"]:
+        raise ConfigError(_refusal(table.name, problems, given))
+    settings: dict[str, Any] = {}
+    set_by: dict[str, str] = {}
+    # What the user set in tandem's own names counts more than what a key of the other trainer is translated to.
+    for row in sorted(rows, key=lambda row: (given.origins[row.key] in GIVEN_BY_USER, row.kind == "same")):
+        for key, value in row.outcome.settings.items():
+            _check_agreement(table.name, key, value, settings, set_by, given, row)
+            settings[key], set_by[key] = value, row.key
+    rows += [
+        TranslatedKey(key, value, Outcome("default", {key: value}))
+        for key, value in table.defaults.items()
+        if key not in settings
+        and not any(name.startswith(f"{key}.") or key.startswith(f"{name}.") for name in settings)
+    ]
+    settings |= {row.key: row.value for row in rows if row.kind == "default"}
+    return Translation(
+        origin=table.name,
+        rows=tuple(rows),
+        tree=nested(settings),
+        origins={key: given.origins[set_by[key]] if key in set_by else table.name for key in settings},
+    )
+
+
+def is_own_key(key: str) -> bool:
+    """Whether a key is in tandem's schema, or below one of its keys that take a mapping."""
+    return key in key_names() or key.startswith(_mapping_keys())
+
+
+@cache
+def _mapping_keys() -> tuple[str, ...]:
+    others = ("policy.scheduler", "data.validation")  # their fields are not listed as keys
+    return tuple(f"{key.name}." for key in all_keys() if "map to" in key.type or key.name in others)
+
+
+def _outcome(table: Table, key: str, value: Any, given: Given) -> Outcome:
+    for inactive in table.inactive:
+        if inactive.applies(key, given):
+            return no_effect(inactive.reason)
+    for case in table.cases(key):
+        if not case.applies(value, given):
+            continue
+        match case.action:
+            case "same":
+                return Outcome("same", {key: value}, case.note)
+            case "no_effect":
+                return no_effect(case.argument)
+            case "refused":
+                return refused(case.argument)
+            case "rule":
+                return _by_rule(case.argument, key, value, given)
+            case _:
+                return _renamed(key, value, case)
+    if is_own_key(key):
+        return Outcome("same", {key: value})
+    hint = suggestion(key)
+    return refused(f"{table.name} has no such key that tandem knows.{f' {hint}' if hint else ''} Remove it.")
+
+
+def _by_rule(name: str, key: str, value: Any, given: Given) -> Outcome:
+    try:
+        return RULES[name](key, value, given)
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError):
+        return refused("It, or a key that belongs to it, has a value of another type than expected. Correct it.")
+
+
+def _renamed(key: str, value: Any, case: Case) -> Outcome:
+    new = value
+    if case.values is not None:
+        if isinstance(value, dict | list) or value not in case.values:
+            return refused(f"tandem knows {join_names([json.dumps(one) for one in case.values], 'or')}.")
+        new = case.values[value]
+    is_same = (case.argument, new) == (key, value)
+    return Outcome("same" if is_same else "translated", {case.argument: new}, case.note)
+
+
+def _check_agreement(
+    name: str,
+    key: str,
+    value: Any,
+    settings: Mapping[str, Any],
+    set_by: Mapping[str, str],
+    given: Given,
+    row: TranslatedKey,
+) -> None:
+    """Raise ConfigError if two keys of the same file would set one key to different values."""
+    if key not in settings or settings[key] == value or given.origins[row.key] in GIVEN_BY_USER:
+        return
+    other = set_by[key]
+    raise ConfigError(
+        f"{given.origins[row.key]}: {other} and {row.key} of {name} both set {key} here, to "
+        f"{json.dumps(settings[key])} and {json.dumps(value)}. Remove one of them."
+    )
+
+
+def _refusal(name: str, problems: list[TranslatedKey], given: Given) -> str:
+    lines = [
+        f"{given.origins[row.key]}: {row.key} = {json.dumps(row.value, ensure_ascii=False)}: {row.outcome.note}"
+        for row in problems
+    ]
+    count = "a key" if len(lines) == 1 else f"{len(lines)} keys"
+    return "\n".join([f"{name} configuration: {count} cannot be translated.", *(f"  {line}" for line in lines)])
