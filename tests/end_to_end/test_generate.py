@@ -4,9 +4,12 @@ import io
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 
 import pytest
 from chat_server import chat_server
@@ -201,6 +204,8 @@ def test_a_model_without_a_template_cannot_chat(tandem):
 
 NO_HEAVY_MODULES = """
 import sys
+import time
+from collections.abc import Callable
 from tandem.cli.main import main
 try:
     main()
@@ -232,21 +237,29 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends_the_chat():
     signal.signal(signal.SIGINT, ignored)
     os.close(theirs)
 
-    def read_until(wanted: str) -> str:
-        shown = ""
+    def read_until(wanted: str, again: Callable[[], None] = lambda: None) -> str:
+        """Read until a text is shown. `again`: repeated each second, because a signal just before readline waits is lost."""
+        shown, end = "", time.monotonic() + 120
         while wanted not in shown:
-            shown += os.read(ours, 1000).decode("utf-8", "replace")
+            assert time.monotonic() < end, shown
+            if select.select([ours], [], [], 1)[0]:
+                shown += os.read(ours, 1000).decode("utf-8", "replace")
+            else:
+                again()
         return shown
+
+    def interrupt() -> None:
+        process.send_signal(signal.SIGINT)
 
     try:
         read_until("> ")
         os.write(ours, b"Hi\n")
         read_until("Hi\r\n")
         os.read(ours, 1000)  # the answer has begun
-        process.send_signal(signal.SIGINT)
+        interrupt()
         assert "[stopped]" in read_until("> ")
-        process.send_signal(signal.SIGINT)
-        read_until("(Ctrl-D or /exit ends the chat)")
+        interrupt()
+        read_until("(Ctrl-D or /exit ends the chat)", again=interrupt)
         os.write(ours, b"/undo\n")
         read_until("Took back the last question.\r\n> ")
         os.write(ours, b"\x04")
