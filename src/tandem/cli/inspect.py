@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.app import AllowCode, AllowEnv, ConfigFile, Overrides, app, expand_home_callback, with_option
+from tandem.cli.app import (
+    AllowCode,
+    AllowEnv,
+    ConfigFile,
+    FromFormat,
+    Overrides,
+    app,
+    expand_home_callback,
+    with_option,
+)
 from tandem.errors import ConfigError
 
 
@@ -38,6 +47,7 @@ def inspect_row(
     config: ConfigFile = None,
     allow_env: AllowEnv = None,
     allow_code: AllowCode = False,
+    from_format: FromFormat = None,
     positions: Annotated[bool, typer.Option("--positions", help="Also show the position id of each token.")] = False,
     html: Annotated[
         str | None,
@@ -62,7 +72,7 @@ def inspect_row(
     # For the user's own data, apply the same length limits as `prepare` and `train`, not those of the embedded default.
     usual_limits = [] if data == EMBEDDED or config else [f"policy.model_name={EMBEDDED}"]
     changes = [*usual_limits, *with_option(overrides or [], "--model", "policy.model_name", model)]
-    loaded = load_config(config, changes, allow_env or (), allow_code=allow_code)
+    loaded = load_config(config, changes, allow_env or (), allow_code=allow_code, from_format=from_format)
 
     from tandem import inspect
     from tandem.terminal.console import SafeConsole

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.app import LOADING_MESSAGE, AllowEnv, ConfigFile, Overrides, app
+from tandem.cli.app import LOADING_MESSAGE, AllowCode, AllowEnv, ConfigFile, FromFormat, Overrides, app
 from tandem.planning.cards import card_names
 
 
@@ -15,6 +15,8 @@ def plan_run(
     overrides: Overrides = None,
     config: ConfigFile = None,
     allow_env: AllowEnv = None,
+    allow_code: AllowCode = False,
+    from_format: FromFormat = None,
     gpu: Annotated[
         str | None, typer.Option(metavar="NAME", help=f"Plan for this card instead of this machine: {card_names()}.")
     ] = None,
@@ -35,7 +37,7 @@ def plan_run(
     if gpu is not None:
         find_card(gpu)
     check_price(price_per_hour)
-    loaded = load_config(config, overrides or [], allow_env or ())
+    loaded = load_config(config, overrides or [], allow_env or (), allow_code=allow_code, from_format=from_format)
     require_training_set(loaded.config)
     check_paths(loaded.config)
     if not quiet:

@@ -10,6 +10,7 @@ from tandem.cli.app import (
     AllowCode,
     AllowEnv,
     ConfigFile,
+    FromFormat,
     Overrides,
     app,
     expand_home_callback,
@@ -28,6 +29,7 @@ def prepare(
     config: ConfigFile = None,
     allow_env: AllowEnv = None,
     allow_code: AllowCode = False,
+    from_format: FromFormat = None,
     pack_sizes: Annotated[
         str | None,
         typer.Option(
@@ -73,7 +75,7 @@ def prepare(
 
     changes = with_option(overrides or [], "--packing-algorithm", "policy.packing.algorithm", packing_algorithm)
     changes = with_option(changes, "--seed", "run.seed", seed)
-    loaded = load_config(config, changes, allow_env or (), allow_code=allow_code)
+    loaded = load_config(config, changes, allow_env or (), allow_code=allow_code, from_format=from_format)
     verbosity: Verbosity = "quiet" if quiet or as_json else "normal"
     output, nemo = (Path(folder) if folder else None for folder in (output_dir, to_nemo))
     lengths = _parse_lengths(pack_sizes)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.app import AllowEnv, ConfigFile, app, expand_home_callback, is_distributed
+from tandem.cli.app import AllowCode, AllowEnv, ConfigFile, FromFormat, app, expand_home_callback, is_distributed
 from tandem.errors import ConfigError, TandemError
 
 
@@ -19,6 +19,8 @@ def run_sweep(
     ],
     config: ConfigFile = None,
     allow_env: AllowEnv = None,
+    allow_code: AllowCode = False,
+    from_format: FromFormat = None,
     out: Annotated[
         str | None,
         typer.Option(
@@ -45,10 +47,10 @@ def run_sweep(
         raise ConfigError("tandem sweep starts the processes of its runs itself. Start it without torchrun.")
 
     from tandem.report.reporter import Reporter
-    from tandem.sweeping.plan import make_plan
+    from tandem.sweeping.plan import Reading, make_plan
 
     reporter = Reporter("quiet" if quiet else "normal", as_json=as_json)
-    plan = make_plan(overrides, config, allow_env or (), reporter.progress)
+    plan = make_plan(overrides, config, Reading(tuple(allow_env or ()), allow_code, from_format), reporter.progress)
 
     from tandem.sweeping.show import show_plan, show_result
     from tandem.sweeping.sweep import run_plan

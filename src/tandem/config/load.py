@@ -49,6 +49,7 @@ class LoadedConfig:
     given: tuple[str | Mapping[str, Any], ...] = ()  # overrides, as given
     sent_variables: tuple[str, ...] = ()  # environment variables that are sent to trackers or the hub
     allows_code: bool = False  # whether the file may name Python code
+    from_format: str | None = None  # the trainer that the file was written for, if the user named it
     translation: Translation | None = None  # if the file was written for another trainer
     secrets: Secrets = field(default_factory=Secrets, repr=False, compare=False)  # values to hide in messages
 
@@ -70,6 +71,19 @@ class LoadedConfig:
         """The --allow-env and --allow-code options that a command needs if it reads this configuration from a file."""
         code = ["--allow-code"] if self.config.run.code else []
         return [*code, *(part for name in self.sent_variables for part in ("--allow-env", name))]
+
+    @property
+    def file_arguments(self) -> list[str]:
+        """The arguments with which a command reads the same file. Empty if none was given."""
+        if self.file is None:
+            return []
+        named = ["--from-format", self.from_format] if self.from_format else []
+        return ["--config", self.file, *named, *self.options]
+
+    def with_overrides(self, overrides: Overrides) -> "LoadedConfig":
+        """Load the same file with other overrides."""
+        given = {"allow_code": self.allows_code, "from_format": self.from_format}
+        return load_config(self.file, overrides, self.sent_variables, **given)
 
     def as_yaml(self) -> str:
         """Return the resolved configuration as YAML. Values from the environment are shown as interpolations, ${...}.
@@ -136,6 +150,7 @@ def load_config(
         given=given,
         sent_variables=check_sent_variables(config, found, from_files, allow_env),
         allows_code=allow_code,
+        from_format=from_format,
         translation=translation,
         secrets=SECRETS.copy(),
     )

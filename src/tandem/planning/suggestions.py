@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tandem.config.load import LoadedConfig, load_config
+from tandem.config.load import LoadedConfig
 from tandem.data.store.sets import ProgressBar
 from tandem.errors import TandemError
 from tandem.planning.cards import larger_cards
@@ -68,7 +68,7 @@ class Planner:
 
     def _plan(self, keys: dict[str, Any], target: Target) -> Outline | None:
         try:
-            config = load_config(self.loaded.file, self.overrides(keys), self.loaded.sent_variables).config
+            config = self.loaded.with_overrides(self.overrides(keys)).config
             if keys and config == self.inputs.config:
                 return None
             return outline(with_config(self.inputs, config), replace(target, is_here=False), self.size)
@@ -83,8 +83,7 @@ class Planner:
         return found
 
     def command(self, name: str, keys: dict[str, Any], options: Sequence[str] = ()) -> str:
-        file = ["--config", self.loaded.file, *self.loaded.options] if self.loaded.file else []
-        return tandem_command(name, *file, *self.overrides(keys), *options)
+        return tandem_command(name, *self.loaded.file_arguments, *self.overrides(keys), *options)
 
 
 def suggest(

@@ -37,12 +37,28 @@ class PlannedRun:
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """What a configuration file may do, and what it was written for, as the arguments of `load_config` of the same names."""
+
+    allow_env: tuple[str, ...] = ()
+    allow_code: bool = False
+    from_format: str | None = None
+
+    @property
+    def options(self) -> list[str]:
+        """The same as options of a command."""
+        named = [] if self.from_format is None else ["--from-format", self.from_format]
+        code = ["--allow-code"] if self.allow_code else []
+        return [*named, *code, *(part for name in self.allow_env for part in ("--allow-env", name))]
+
+
+@dataclass(frozen=True, slots=True)
 class SweepPlan:
     """A checked sweep: its arguments, and its runs in the order in which they are trained."""
 
     config: str | None
     arguments: tuple[str, ...]  # the overrides, as given
-    allow_env: tuple[str, ...]
+    reading: Reading
     swept: tuple[str, ...]  # keys
     runs: tuple[PlannedRun, ...]
 
@@ -55,8 +71,7 @@ class SweepPlan:
         return ["train", *self._options(), *run.combination.overrides, override("run.dir", str(folder / run.name))]
 
     def _options(self) -> list[str]:
-        config = [] if self.config is None else ["--config", self.config]
-        return [*config, *(part for name in self.allow_env for part in ("--allow-env", name))]
+        return [*([] if self.config is None else ["--config", self.config]), *self.reading.options]
 
     def stored(self, folder: Path) -> dict[str, Any]:
         """Return the content of sweep.json."""
@@ -67,7 +82,7 @@ class SweepPlan:
 def make_plan(
     overrides: Sequence[str],
     config: str | None,
-    allow_env: Sequence[str],
+    reading: Reading,
     bar: Callable[..., AbstractContextManager[Callable[..., None]]],
 ) -> SweepPlan:
     """Check every configuration of a grid, with the paths that it names. An error names the combination.
@@ -79,26 +94,24 @@ def make_plan(
         if (key := key_of(one)) in ("run.dir", "checkpointing.checkpoint_dir"):
             raise ConfigError(f"override {one!r}: {NOT_SWEPT[key]}. Leave it out.")
     with bar("Checking configurations", grid.num_runs) as done:
-        runs = _checked_runs(grid, config, allow_env, done)
+        runs = _checked_runs(grid, config, reading, done)
     return SweepPlan(
         config=config,
         arguments=tuple(overrides),
-        allow_env=tuple(allow_env),
+        reading=reading,
         swept=grid.swept,
         runs=tuple(runs),
     )
 
 
-def _checked_runs(
-    grid: Grid, config: str | None, allow_env: Sequence[str], done: Callable[..., None]
-) -> list[PlannedRun]:
+def _checked_runs(grid: Grid, config: str | None, reading: Reading, done: Callable[..., None]) -> list[PlannedRun]:
     """Return the runs of a grid. `done`: called after each of them is checked."""
     runs: list[PlannedRun] = []
     by_settings: dict[str, str] = {}
     for name, one in zip(grid.names(), grid.combinations(), strict=True):
         described = " ".join(one.values)
         try:
-            loaded = _load_checked(one, config, allow_env)
+            loaded = _load_checked(one, config, reading)
         except TandemError as error:
             raise type(error)(f"run {len(runs) + 1} of {grid.num_runs}, {described}: {error}") from None
         settings = _fingerprint(loaded)
@@ -110,8 +123,9 @@ def _checked_runs(
     return runs
 
 
-def _load_checked(one: Combination, config: str | None, allow_env: Sequence[str]) -> LoadedConfig:
-    loaded = load_config(config, [*one.overrides, "run.dir=null"], allow_env)
+def _load_checked(one: Combination, config: str | None, reading: Reading) -> LoadedConfig:
+    given = {"allow_code": reading.allow_code, "from_format": reading.from_format}
+    loaded = load_config(config, [*one.overrides, "run.dir=null"], reading.allow_env, **given)
     require_training_set(loaded.config)
     for key, value in (
         ("checkpointing.checkpoint_dir", loaded.config.checkpointing.checkpoint_dir),

@@ -13,7 +13,7 @@ from tandem.runs import Run
 from tandem.storage.ownership import remove_abandoned
 from tandem.sweeping.children import LOGS, Ended, Task, train_all
 from tandem.sweeping.parallel import choose_environments
-from tandem.sweeping.plan import SweepPlan, choose_folder, make_plan, write_plan
+from tandem.sweeping.plan import Reading, SweepPlan, choose_folder, make_plan, write_plan
 from tandem.sweeping.records import SweepResult, SweepRun, measured, read_runs
 from tandem.training.run.directory import SWEEP_FILE, is_finished, locked
 from tandem.training.run.stopping import Stopping, stopped_by_signals
@@ -27,6 +27,8 @@ def sweep(
     config: str | None = None,
     out: str | Path | None = None,
     allow_env: Sequence[str] = (),
+    allow_code: bool = False,
+    from_format: str | None = None,
     parallel: int | None = None,
     dry_run: bool = False,
     reporter: Reporter | None = None,
@@ -37,14 +39,15 @@ def sweep(
     resumes the others. A run that fails is recorded in the result, and the others are trained.
 
     `config`: a YAML file. `out`: the directory of the sweep; None: runs/sweep-N. `allow_env`: environment variables that the
-    file may send to trackers or the hub. `parallel`: how many runs to train at a time; None: as many as fit on the GPUs, one on
-    a CPU. `dry_run`: check the configurations and return the plan, but train and write nothing. `reporter`: prints progress;
-    None: only warnings.
+    file may send to trackers or the hub. `allow_code`: whether the file may name Python code. `from_format`: the trainer that the
+    file was written for; None: recognised by its keys. `parallel`: how many runs to train at a time; None: as many as fit on the
+    GPUs, one on a CPU. `dry_run`: check the configurations and return the plan, but train and write nothing. `reporter`: prints
+    progress; None: only warnings.
 
     Raise StoppedError after a signal, when the runs that were training have saved their checkpoints.
     """
     reporter = reporter or Reporter("quiet")
-    plan = make_plan(overrides, config, allow_env, reporter.progress)
+    plan = make_plan(overrides, config, Reading(tuple(allow_env), allow_code, from_format), reporter.progress)
     return run_plan(plan, out=out, parallel=parallel, dry_run=dry_run, reporter=reporter)
 
 

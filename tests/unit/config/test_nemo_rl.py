@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from patience import within
 
 from tandem.config.compat.records import Translation
 from tandem.config.compat.table import load_table
@@ -285,6 +286,13 @@ def test_all_refused_keys_are_in_one_message(load):
     with pytest.raises(ConfigError, match=r"^NeMo RL configuration: 2 keys cannot be translated\.\n") as error:
         load(with_changes(policy__precision="fp8", logger__swanlab_enabled=True))
     assert len(str(error.value).splitlines()) == 3
+
+
+def test_many_unknown_keys_are_refused_at_once(load):
+    with within(60), pytest.raises(ConfigError, match=r"20,000 keys cannot be translated") as error:
+        load(with_changes(policy__junk={f"key{i}": i for i in range(20_000)}))
+    assert len(str(error.value).splitlines()) == 22
+    assert str(error.value).splitlines()[-1] == "  and 19,980 more"
 
 
 def test_no_key_of_the_input_is_missing_from_the_table(load):

@@ -14,8 +14,10 @@ import pytest
 from tandem.cli import main as cli
 from tandem.errors import CheckpointError, ConfigError, DataError, StoppedError
 from tandem.page.write import write_report
+from tandem.report.reporter import Reporter
 from tandem.storage.cache import is_export
 from tandem.sweeping import children, parallel
+from tandem.sweeping.plan import Reading, make_plan
 from tandem.sweeping.sweep import sweep
 from tandem.training.run.directory import locked
 
@@ -374,3 +376,19 @@ def test_report_reads_the_runs_of_a_sweep(tmp_path):
     assert str(refused.value) == "s/sweep.json: no run of this sweep has started. `tandem sweep` trains them."
     with pytest.raises(CheckpointError):
         write_report(["s/seed-9"])
+
+
+LOSS = "def flat(pairs, *, beta):\n    return -beta * pairs.ratios.margin\n"
+
+
+def test_what_a_file_may_do_and_was_written_for_reaches_every_run(tmp_path):
+    (tmp_path / "mine.py").write_text(LOSS)
+    path = tmp_path / "theirs.yaml"
+    path.write_text(f"dpo: {{preference_loss: {tmp_path}/mine.py:flat, val_micro_batch_size: 1, max_num_steps: 1}}\n")
+    with pytest.raises(ConfigError, match="--allow-code"):
+        sweep(["dpo.seed=1,2"], config=str(path), dry_run=True)
+    reading = Reading(allow_env=("A",), allow_code=True, from_format="nemo-rl")
+    plan = make_plan(["dpo.seed=1,2"], str(path), reading, Reporter("quiet").progress)
+    assert [run.loaded.config.run.seed for run in plan.runs] == [1, 2]
+    options = ["--config", str(path), "--from-format", "nemo-rl", "--allow-code", "--allow-env", "A"]
+    assert plan.train_arguments(plan.runs[0], tmp_path)[: len(options) + 2] == ["train", *options, "dpo.seed=1"]

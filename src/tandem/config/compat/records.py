@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tandem.errors import ConfigError
+
 Kind = Literal["same", "translated", "no effect", "refused", "default"]
 
 
@@ -43,22 +45,23 @@ class TranslatedKey:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A configuration of another trainer: its keys with dots, and where each was set."""
+    """A configuration of another trainer: nested dicts, its keys with dots, and where each was set."""
 
+    tree: Mapping[str, Any]
     values: Mapping[str, Any]
     origins: Mapping[str, str]
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key, or of a section as nested dicts."""
-        if key in self.values:
-            return self.values[key]
-        inner = {
-            name.removeprefix(f"{key}."): value for name, value in self.values.items() if name.startswith(f"{key}.")
-        }
-        return nested(inner) if inner else default
+        node: Any = self.tree
+        for part in key.split("."):
+            if not isinstance(node, Mapping) or part not in node:
+                return default
+            node = node[part]
+        return node
 
     def __contains__(self, key: str) -> bool:
-        return key in self.values or any(name.startswith(f"{key}.") for name in self.values)
+        return self.get(key, self) is not self
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,5 +85,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
         *above, last = key.split(".")
         for part in above:
             node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"{key}: a part of its name is set to a value already. Remove one of the two.")
         node[last] = value
     return tree

@@ -11,15 +11,17 @@ from tandem.config.compat.suggest import suggestion
 from tandem.config.compat.table import Case, Table, load_table, origins
 from tandem.config.keys import all_keys, key_names
 from tandem.config.losses import join_names
-from tandem.config.validation import GIVEN_BY_USER, flatten, origin_of
+from tandem.config.validation import GIVEN_BY_USER, flatten
 from tandem.errors import ConfigError
 
 OWN_FORMAT = "tandem"
+UNKNOWN = "unknown key"
+SHOWN = 20  # refused keys in a message
 
 
 def recognise(tree: dict[str, Any]) -> str | None:
     """The trainer that a configuration was written for, or None if it may be tandem's own."""
-    given = Given(flatten(tree), {})
+    given = Given(tree, flatten(tree), {})
     if all(is_own_key(key) for key in given.values):
         return None
     return next((origin for origin in origins() if load_table(origin).recognises(given)), None)
@@ -32,7 +34,7 @@ def translate(origin: str, tree: dict[str, Any], places: Mapping[str, str]) -> T
     """
     table = load_table(origin)
     values = flatten(tree)
-    given = Given(values, {key: origin_of(key, dict(places)) for key in values})
+    given = Given(tree, values, {key: _place(key, places) for key in values})
     rows = [TranslatedKey(key, value, _outcome(table, key, value, given)) for key, value in values.items()]
     if problems := [row for row in rows if row.kind == "refused"]:
         raise ConfigError(_refusal(table.name, problems, given))
@@ -56,6 +58,13 @@ def translate(origin: str, tree: dict[str, Any], places: Mapping[str, str]) -> T
         tree=nested(settings),
         origins={key: given.origins[set_by[key]] if key in set_by else table.name for key in settings},
     )
+
+
+def _place(key: str, places: Mapping[str, str]) -> str:
+    """Where a key, or a section that contains it, was set."""
+    while key not in places and "." in key:
+        key = key.rpartition(".")[0]
+    return places.get(key, "configuration")
 
 
 def is_own_key(key: str) -> bool:
@@ -89,8 +98,7 @@ def _outcome(table: Table, key: str, value: Any, given: Given) -> Outcome:
                 return _renamed(key, value, case)
     if is_own_key(key):
         return Outcome("same", {key: value})
-    hint = suggestion(key)
-    return refused(f"{table.name} has no such key that tandem knows.{f' {hint}' if hint else ''} Remove it.")
+    return refused(UNKNOWN)
 
 
 def _by_rule(name: str, key: str, value: Any, given: Given) -> Outcome:
@@ -131,8 +139,16 @@ def _check_agreement(
 
 def _refusal(name: str, problems: list[TranslatedKey], given: Given) -> str:
     lines = [
-        f"{given.origins[row.key]}: {row.key} = {json.dumps(row.value, ensure_ascii=False)}: {row.outcome.note}"
-        for row in problems
+        f"  {given.origins[row.key]}: {row.key} = {json.dumps(row.value, ensure_ascii=False)}: {_reason(name, row)}"
+        for row in problems[:SHOWN]
     ]
-    count = "a key" if len(lines) == 1 else f"{len(lines)} keys"
-    return "\n".join([f"{name} configuration: {count} cannot be translated.", *(f"  {line}" for line in lines)])
+    count = "a key" if len(problems) == 1 else f"{len(problems):,} keys"
+    more = [f"  and {len(problems) - SHOWN:,} more"] if len(problems) > SHOWN else []
+    return "\n".join([f"{name} configuration: {count} cannot be translated.", *lines, *more])
+
+
+def _reason(name: str, row: TranslatedKey) -> str:
+    if row.outcome.note != UNKNOWN:
+        return row.outcome.note or ""
+    hint = suggestion(row.key)
+    return f"{name} has no such key that tandem knows.{f' {hint}' if hint else ''} Remove it."
