@@ -198,6 +198,7 @@ def summarise(table: PairTable, dpo: Dpo, precision: str, store: Preferences) ->
         "preference_loss": preference,
         "sft_loss": sft,
         "accuracy": accuracy.mean(),
+        "accuracy_strict": (table.margin > 0).mean(),
         "logps_accuracy": above(table["logp_chosen"] - table["logp_rejected"], band).mean(),
         "rewards_chosen_mean": table["reward_chosen"].mean(),
         "rewards_rejected_mean": table["reward_rejected"].mean(),
@@ -240,14 +241,18 @@ def _length_metrics(table: PairTable, accuracy: FloatArray, rounding: FloatArray
 
 
 def _reference_metrics(table: PairTable, band: float) -> dict[str, float]:
-    """Return the distance between policy and reference.
+    """Return the distance between policy and reference, and metrics of the log-ratios, summed over the tokens of a completion.
 
     Also return the share of chosen completions that are less likely under the policy than under the reference.
     """
+    chosen, rejected = (table[f"logp_{which}"] - table[f"reference_{which}"] for which in ("chosen", "rejected"))
     drift, tokens = table["drift_chosen"] + table["drift_rejected"], table["tokens_chosen"] + table["tokens_rejected"]
     return {
         "kl_per_token": drift.sum() / tokens.sum(),
-        "chosen_below_reference": (table["logp_chosen"] - table["reference_chosen"] < -band).mean(),
+        "chosen_below_reference": (chosen < -band).mean(),
+        "logratios_chosen_mean": chosen.mean(),
+        "logratios_rejected_mean": rejected.mean(),
+        "logratios_accuracy": (chosen > rejected).mean(),
     }
 
 

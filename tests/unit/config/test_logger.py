@@ -33,3 +33,21 @@ def test_a_resolved_configuration_reads_back_the_same(tmp_path):
 def test_a_summary_shorter_than_the_time_between_samples_is_refused():
     with pytest.raises(ConfigError, match=r"flush_interval = 5 is below collection_interval = 10"):
         load_config(None, ["logger.gpu_monitoring.flush_interval=5"])
+
+
+@pytest.mark.parametrize("key", ["log_nemo_names", "log_trl_names"])
+def test_names_for_trackers_are_refused_without_a_tracker(key):
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, [f"logger.{key}=true"])
+    assert str(refused.value) == (
+        f"command line: logger.{key} = true has no effect: no tracker is enabled. Set logger.tensorboard_enabled=true, "
+        f"logger.wandb_enabled=true or logger.mlflow_enabled=true, or leave out logger.{key}."
+    )
+
+
+@pytest.mark.parametrize("key", ["log_nemo_names", "log_trl_names"])
+def test_names_for_trackers_are_off_by_default_and_stay_if_trackers_are_switched_off_on_purpose(key):
+    assert getattr(load_config(None, []).config.logger, key) is False
+    for switched in ("true", "false"):
+        loaded = load_config(None, [f"logger.{key}=true", f"logger.wandb_enabled={switched}"])
+        assert getattr(loaded.config.logger, key) is True

@@ -129,7 +129,8 @@ def test_what_has_no_meaning_is_left_out():
     assert not absent & set(metrics)
     assert not any(name.startswith("accuracy/") for name in metrics)
     without_reference = summary(Dpo(preference_loss="simpo"), loss=[1.0, 2.0])
-    assert set(metrics) - set(without_reference) == {"kl_per_token", "chosen_below_reference"}
+    log_ratios = {"logratios_chosen_mean", "logratios_rejected_mean", "logratios_accuracy"}
+    assert set(metrics) - set(without_reference) == {"kl_per_token", "chosen_below_reference"} | log_ratios
 
 
 def test_a_metric_that_may_rank_checkpoints_is_always_there():
@@ -147,6 +148,22 @@ def test_kl_is_per_token_and_displacement_counts_falls_beyond_rounding():
     )
     assert metrics["kl_per_token"] == 3.5 / 20
     assert metrics["chosen_below_reference"] == 1 / 3
+
+
+def test_strict_accuracies_count_ties_as_wrong_and_differences_within_rounding_as_they_are():
+    metrics = summary(
+        reward_chosen=[0.0, 0.00001, -0.00001, 1.0],
+        logp_chosen=[-4.0, -4.0, -4.0, -3.0],
+        reference_chosen=[-3.0, -4.5, -4.0, -5.0],
+        logp_rejected=[-6.0, -6.0, -6.0, -6.0],
+        reference_rejected=[-5.0, -6.0, -6.0, -6.5],
+    )
+    assert metrics["accuracy"] == (0.5 + 0.5 + 0.5 + 1) / 4
+    assert metrics["accuracy_strict"] == 2 / 4
+    # log-ratios: -1, 0.5, 0 and 2 of the chosen completions, -1, 0, 0 and 0.5 of the rejected ones
+    assert metrics["logratios_chosen_mean"] == 1.5 / 4
+    assert metrics["logratios_rejected_mean"] == -0.5 / 4
+    assert metrics["logratios_accuracy"] == 2 / 4
 
 
 def test_scores_are_compared_where_both_completions_have_them():

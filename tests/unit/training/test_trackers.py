@@ -319,8 +319,8 @@ def test_gpu_samples_are_written_and_their_newest_summary_is_tracked_once(tmp_pa
     assert {key: value for key, value in lines[0].items() if key != "time"} == {"gpu.0.util": 40.0, "gpu.0.mem_gb": 7.0}
 
     class Put(list):
-        def put(self, *record):
-            self.append(record)
+        def put(self, step, metrics, by_tracker):
+            self.append((step, metrics))
 
     put = Put()
     tracking = Tracking(put, monitor)  # type: ignore[arg-type]

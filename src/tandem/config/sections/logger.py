@@ -73,6 +73,14 @@ class Logger(Section):
     wandb: Wandb = Field(default=Wandb(), description="settings of W&B")
     tensorboard: Tensorboard = Field(default=Tensorboard(), description="settings of TensorBoard")
     mlflow: Mlflow = Field(default=Mlflow(), description="settings of MLflow")
+    log_nemo_names: bool = Field(
+        default=False,
+        description="trackers also get the metrics under NeMo RL's names, with their meaning there: rewards without beta, "
+        "for example (docs/trackers.md)",
+    )
+    log_trl_names: bool = Field(
+        default=False, description="trackers also get the metrics under TRL's names, with their meaning there"
+    )
     num_val_samples_to_print: Annotated[int, Field(ge=0)] = Field(
         default=0,
         description="at every validation, print the answers of policy and reference to this many prompts of the first "
@@ -103,5 +111,17 @@ class Logger(Section):
                 raise ValueError(
                     f"logger.{name}.{key} = {value} has no effect: {name} is not enabled. Set "
                     f"logger.{name}_enabled=true; to keep {name} off on purpose, set it to false"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _names_have_trackers(self) -> "Logger":
+        switches = [f"{name}_enabled" for name in ("tensorboard", "wandb", "mlflow")]
+        for key in ("log_nemo_names", "log_trl_names"):
+            if getattr(self, key) and not self.enabled and not self.model_fields_set.intersection(switches):
+                raise ValueError(
+                    f"logger.{key} = true has no effect: no tracker is enabled. Set "
+                    f"{', '.join(f'logger.{switch}=true' for switch in switches[:-1])} or logger.{switches[-1]}=true, or leave "
+                    f"out logger.{key}"
                 )
         return self

@@ -36,7 +36,7 @@ class Opening:
     run: str  # the run directory
     log_dir: str
     step: int  # the step that the run resumes from; 0 for a new run
-    kept: list[tuple[int, Metrics]]  # the records of that step in metrics.jsonl
+    kept: list[tuple[int, Metrics]]  # the records of that step in metrics.jsonl, under TensorBoard's names
     settings: dict[str, Any]  # the section `logger`
     config: dict[str, Any]  # the configuration as in config.yaml
 

@@ -63,7 +63,8 @@ class TrackerGroup:
             }
         for name, tracker in list(self._open.items()):
             if "metrics" in message:
-                self._try(name, lambda tracker=tracker: tracker.log(message["step"], message["metrics"]))
+                metrics = message["metrics"] | message["by_tracker"].get(name, {})
+                self._try(name, lambda tracker=tracker, metrics=metrics: tracker.log(message["step"], metrics))
             else:
                 self._try(name, tracker.close)
         return {"place": None, "failed": self._failed}

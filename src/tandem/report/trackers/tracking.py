@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +21,7 @@ from tandem.isolation import isolated_environment
 from tandem.report.trackers.adapters import Metrics, Opening
 from tandem.report.trackers.child import CLOSE_SECONDS
 from tandem.report.trackers.gpus import GpuMonitor
+from tandem.report.trackers.nemo_trl_names import OtherNames
 from tandem.storage.ownership import open_own
 from tandem.terminal.commands import install_command
 from tandem.terminal.printable import without_password
@@ -80,8 +81,11 @@ class Feed:
         self._thread = threading.Thread(target=self._deliver, name="trackers", daemon=True)
         self._thread.start()
 
-    def put(self, step: int, metrics: Metrics) -> None:
-        """Queue a record for the trackers. If the queue is full, the record is lost and counted as such."""
+    def put(self, step: int, metrics: Metrics, by_tracker: Mapping[str, Metrics] | None = None) -> None:
+        """Queue a record for the trackers. If the queue is full, the record is lost and counted as such.
+
+        `by_tracker`: metrics that each tracker gets in addition, because their names depend on the tracker.
+        """
         if not self._left:  # the user was warned when the last one was switched off
             return
         self._num_put += 1
@@ -93,7 +97,7 @@ class Feed:
                 f"{names}: no answer for {SLOW_SECONDS:g} seconds. The run continues; metrics.jsonl has every record."
             )
         if self._queue.qsize() < QUEUE_RECORDS:
-            self._queue.put({"step": step, "metrics": metrics})
+            self._queue.put({"step": step, "metrics": metrics, "by_tracker": by_tracker or {}})
 
     def close(self) -> None:
         """Wait up to CLOSE_SECONDS for queued records to be sent, and warn about records that were not sent."""
@@ -156,15 +160,25 @@ HARDWARE = "hardware"
 class Tracking:
     """Passes every record of the training loop to the trackers. Without trackers, this class does nothing."""
 
-    def __init__(self, feed: Feed | None = None, gpus: GpuMonitor | None = None):
+    def __init__(
+        self,
+        feed: Feed | None = None,
+        gpus: GpuMonitor | None = None,
+        *,
+        others: OtherNames | None = None,
+        trackers: Sequence[str] = (),
+    ):
+        """`others`: names of other trainers, also logged. `trackers`: the enabled trackers, on which TRL's names depend."""
         self._feed, self._gpus = feed, gpus
+        self._others, self._trackers = others, trackers
 
     def log(self, record: dict[str, Any]) -> None:
         if self._feed is None:
             return
-        step, metrics = tracker_metrics(record)
+        step, metrics = tracker_metrics(record, self._others)
+        by_tracker = {name: self._others.trl_metrics(record, name) for name in self._trackers} if self._others else None
         hardware = self._gpus.take() if self._gpus else {}
-        self._feed.put(step, metrics | {f"{HARDWARE}/{name}": value for name, value in hardware.items()})
+        self._feed.put(step, metrics | {f"{HARDWARE}/{name}": value for name, value in hardware.items()}, by_tracker)
 
     def close(self) -> None:
         if self._gpus:
@@ -183,11 +197,12 @@ def start_tracking(
     warn: Callable[[str], None],
     *,
     on_gpu: bool,
+    others: OtherNames,
 ) -> Tracking:
     """Open the enabled trackers in the background.
 
     `config`: the text of config.yaml. `step`: the step that the run resumes from. `records`: the records already in
-    metrics.jsonl.
+    metrics.jsonl. `others`: names of other trainers that are also logged.
     """
     log_dir = run / "logs" if logger.log_dir is None else Path(logger.log_dir) / run.resolve().name
     feed = gpus = None
@@ -196,7 +211,11 @@ def start_tracking(
             run=str(run),
             log_dir=str(log_dir),
             step=step,
-            kept=[tracker_metrics(record) for record in records if record["step"] == step],
+            kept=[
+                (step, tracker_metrics(record, others)[1] | others.trl_metrics(record, "tensorboard"))
+                for record in records
+                if record["step"] == step
+            ],
             settings=logger.model_dump(),
             config=yaml.safe_load(without_password(config)),
         )
@@ -207,19 +226,20 @@ def start_tracking(
             warn(f"{names} cannot be started: {error}. The run continues; metrics.jsonl has every record.")
     if logger.monitor_gpus and on_gpu:
         gpus = GpuMonitor(log_dir / "gpu.jsonl", logger.gpu_monitoring, warn)
-    return Tracking(feed, gpus)
+    return Tracking(feed, gpus, others=others, trackers=logger.enabled)
 
 
-def tracker_metrics(record: dict[str, Any]) -> tuple[int, Metrics]:
-    """Return the step of a record, and its metrics under the names that trackers show.
+def tracker_metrics(record: dict[str, Any], others: OtherNames | None = None) -> tuple[int, Metrics]:
+    """Return the step of a record, and its metrics under the names that all trackers show.
 
     A metric is named `split/name`; a duration or speed is named `timing/split/name`.
     Example: {"step": 3, "split": "train", "loss": 0.5, "step_seconds": 2.0} gives
     3, {"train/loss": 0.5, "timing/train/step_seconds": 2.0}.
     """
     split = record["split"]
-    return record["step"], {
+    ours = {
         f"timing/{split}/{name}" if name in TIMING else f"{split}/{name}": value
         for name, value in record.items()
         if name not in ("step", "split", "data")
     }
+    return record["step"], others.with_nemo(record, ours) if others else ours

@@ -24,6 +24,7 @@ from tandem.packing.layout import join
 from tandem.page.live import RunPage
 from tandem.page.pairs import Measured
 from tandem.report.reporter import MetricsFile, NoMetricsFile, Reporter
+from tandem.report.trackers.nemo_trl_names import OtherNames
 from tandem.report.trackers.tracking import Tracking, start_tracking
 from tandem.storage.ownership import remove_abandoned
 from tandem.training.adamw import state_bytes
@@ -311,6 +312,7 @@ def _tracking(
         say=reporter.say,
         warn=reporter.warn,
         on_gpu=setup.device.type == "cuda",
+        others=OtherNames.of(setup.config, setup.plan.validation, setup.plan.batches),
     )
 
 
