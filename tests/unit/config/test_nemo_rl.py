@@ -289,10 +289,10 @@ def test_all_refused_keys_are_in_one_message(load):
 
 
 def test_many_unknown_keys_are_refused_at_once(load):
-    with within(60), pytest.raises(ConfigError, match=r"20,000 keys cannot be translated") as error:
-        load(with_changes(policy__junk={f"key{i}": i for i in range(20_000)}))
+    with within(60), pytest.raises(ConfigError, match=r"2,000 keys cannot be translated") as error:
+        load(with_changes(policy__junk={f"key{i}": i for i in range(2_000)}))
     assert len(str(error.value).splitlines()) == 22
-    assert str(error.value).splitlines()[-1] == "  and 19,980 more"
+    assert str(error.value).splitlines()[-1] == "  and 1,980 more"
 
 
 def test_no_key_of_the_input_is_missing_from_the_table(load):
