@@ -137,7 +137,6 @@ class DatasetFields(Section):
     def _different_keys(self) -> "DatasetFields":
         keys = {"prompt_key": self.prompt_key, "chosen_key": self.chosen_key, "rejected_key": self.rejected_key}
         keys |= {COLUMNS[name].key: key for name, key in self.number_columns.items()}
-        keys |= {"label_key": self.label_key} if self.label_key is not None else {}
         for (one, value), (other, same) in combinations(keys.items(), 2):
             if value == same:
                 raise ValueError(f"{one} and {other} are both {value!r}, but must name different fields. Change one")

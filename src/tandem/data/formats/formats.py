@@ -322,7 +322,7 @@ def _with_other_format(error: RowError, row: SourceRow, keys: DatasetFields, nam
     if error.reason != "missing key" or keys.dataset_name != "auto":
         return error
     other = detect_format(row, keys)
-    if other == NOTHING_FITS and (found := _not_a_pair(row)):
+    if other == NOTHING_FITS and (found := _not_a_pair(row, keys)):
         return RowError(error.place, *found)
     if other[0] in (name, NOTHING_FITS[0]):
         return error
@@ -333,7 +333,7 @@ def _with_other_format(error: RowError, row: SourceRow, keys: DatasetFields, nam
     return RowError(error.place, "another format", message)
 
 
-def _not_a_pair(row: SourceRow) -> tuple[str, str] | None:
+def _not_a_pair(row: SourceRow, keys: DatasetFields) -> tuple[str, str] | None:
     """Return a reason and a message about a row that is known to be something else than a preference, or None."""
     one = next((key for key in ONE_COMPLETION if key in row.value), None)
     label = next(
@@ -350,9 +350,10 @@ def _not_a_pair(row: SourceRow) -> tuple[str, str] | None:
             "2023-04-12_oasst_ready.trees.jsonl.gz), in which each row is a tree."
         )
     if sides := completion_keys(tuple(row.value)):
-        first, second = sides
+        missing = keys.label_key is not None and keys.label_key not in row.value
+        what = f"key {keys.label_key}, which label_key names" if missing else "known label or prompt"
         return "missing key", (
-            f"two completions, {first} and {second}, but no known label or prompt. Keys found: {listed(row.value)}. Set "
+            f"two completions, {' and '.join(sides)}, but no {what}. Keys found: {listed(row.value)}. Set "
             "data.train.label_key to the key of the label, and prompt_key to that of the prompt."
         )
     return None

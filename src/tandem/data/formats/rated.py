@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from tandem.config.sections.datasets import DatasetFields
-from tandem.data.formats.conversations import dialogue_turns, is_dialogue
+from tandem.data.formats.conversations import dialogue_turns
 from tandem.data.formats.preference import (
     Completion,
     Preference,
@@ -25,8 +25,9 @@ from tandem.data.read.sources import RowError, SourceRow
 
 SCORE_KEYS = ("score", "reward", "overall_score")
 TEXT_KEYS = ("completion", "response", "text", "content")
-LIST_KEYS = ("completions", "responses", "generations")
-SEPARATE_SCORES = ("scores", "ratings", "rating")
+# The keys of a list of completions, and those of a separate list with their scores.
+SCORES_OF = {"completions": ("scores",), "responses": ("scores",), "generations": ("scores", "ratings", "rating")}
+LIST_KEYS = tuple(SCORES_OF)
 # UltraFeedback's mean of the ratings in `annotations`.
 MEAN_RATING = "fine-grained_score"
 OASST_ROLES = {"prompter": "user", "assistant": "assistant"}
@@ -60,10 +61,11 @@ def has_ranks(value: Any) -> bool:
 def _dialogue_prompt(row: SourceRow, key: str) -> TextOrMessages:
     """Return a prompt. If it is the text of a dialogue, "Human: Q Assistant:", return its turns."""
     prompt = prompt_of(row, key)
-    if not isinstance(prompt, str) or not is_dialogue(f"\n\n{prompt.strip()}"):
+    text = f"\n\n{prompt.strip()}" if isinstance(prompt, str) else ""
+    if not text.startswith("\n\nHuman:") or not text.endswith("\n\nAssistant:"):
         return prompt
-    turns = dialogue_turns(f"\n\n{prompt.strip().removesuffix('Assistant:').strip()}")
-    return ended_before_answer(messages_of(turns, row, key), row, key) if turns else prompt
+    turns = dialogue_turns(text.removesuffix("\n\nAssistant:"))
+    return ended_before_answer(messages_of(turns, row, key), row, key)
 
 
 def _with_ranks(row: SourceRow, given: list[Any], key: str, text_key: str) -> tuple[Completion, ...]:
@@ -95,7 +97,7 @@ def scored(row: SourceRow, keys: DatasetFields) -> Preference:
     there = [name for name in LIST_KEYS if name in row.value] or LIST_KEYS
     key = next((name for name in there if has_scores(row.value, name)), there[0])
     like = '{"completion": "Yes.", "score": 1}'
-    given = _completion_list(row, key, like, texts=_scores_key(row.value) is not None)
+    given = _completion_list(row, key, like, texts=_scores_key(row.value, key) is not None)
     separate = _separate_scores(row, key, len(given))
     answers = []
     for i, item in enumerate(given):
@@ -106,7 +108,7 @@ def scored(row: SourceRow, keys: DatasetFields) -> Preference:
                 row.place, "missing key", f"{where} has no score (or reward). Add one, or remove the completion."
             )
         if own is not None and separate is not None and own != separate[i]:
-            name = f"{_scores_key(row.value)}[{i}]"
+            name = f"{_scores_key(row.value, key)}[{i}]"
             message = f"{where}: its score is {own:g}, but {name} is {separate[i]:g}. Remove one of them."
             raise RowError(row.place, "bad score", message)
         score = own if separate is None else separate[i]
@@ -141,7 +143,7 @@ def has_scores(row: Mapping[str, Any], key: str) -> bool:
     items = row.get(key)
     if not isinstance(items, list) or not items:
         return False
-    if isinstance(row.get(_scores_key(row) or ""), list):
+    if isinstance(row.get(_scores_key(row, key) or ""), list):
         return all(isinstance(item, str | list | Mapping) for item in items)
     names = (*SCORE_KEYS, MEAN_RATING, "annotations")
     return all(isinstance(item, Mapping) and any(name in item for name in names) for item in items)
@@ -157,14 +159,14 @@ def _prompt_key(row: SourceRow, keys: DatasetFields) -> str:
     return others[0] if is_default and others else keys.prompt_key
 
 
-def _scores_key(row: Mapping[str, Any]) -> str | None:
-    """Return the key of a separate list of scores, or None if the row has none."""
-    return next((key for key in SEPARATE_SCORES if row.get(key) is not None), None)
+def _scores_key(row: Mapping[str, Any], key: str) -> str | None:
+    """Return the key of a separate list with the scores of the completions under `key`, or None if the row has none."""
+    return next((name for name in SCORES_OF[key] if row.get(name) is not None), None)
 
 
 def _separate_scores(row: SourceRow, key: str, count: int) -> list[float] | None:
     """Return the list `scores`, or None if the row has no such list. Raise a RowError unless it has one score per completion."""
-    name = _scores_key(row.value)
+    name = _scores_key(row.value, key)
     if name is None:
         return None
     given = row.value[name]
