@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.config.sections.datasets import DatasetFields
-from tandem.data.formats.formats import NOTHING_FITS, detect_format
+from tandem.data.formats.formats import NOTHING_FITS, detect_format, unused_key
 from tandem.data.formats.paths import with_paths
 from tandem.data.read.files import SourceFile, find_files
 from tandem.data.read.sources import RowError, SourceRow, read_chunks, rows_of
@@ -131,9 +131,10 @@ def _kind_and_fields(one: DataRequest, subject: Subject) -> tuple[SetKind, Datas
 def _has_format(row: SourceRow, fields: DatasetFields) -> bool:
     """Whether a row can be read with the paths and label settings of a run."""
     try:
-        return detect_format(with_paths(row, fields), fields) != NOTHING_FITS
+        found = detect_format(with_paths(row, fields), fields)
     except RowError:
         return False
+    return found != NOTHING_FITS and unused_key(found[0], fields) is None
 
 
 def _kind(keys: Mapping[str, Any], file: Path) -> SetKind:

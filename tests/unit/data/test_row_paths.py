@@ -9,6 +9,7 @@ from letters import CHAT, ids, letter_tokenizer
 from pydantic import ValidationError
 from rows import refusal, row, said
 
+from tandem.config.load import load_config
 from tandem.config.sections.datasets import Data, DatasetFields
 from tandem.config.sections.row_paths import MAX_CHARACTERS, MAX_STEPS, parse_path
 from tandem.data.formats.paths import with_paths
@@ -170,6 +171,29 @@ def test_other_settings_of_where_parts_are_have_no_effect_and_are_refused(name, 
     assert f"{name} = {value} has no effect, since columns says where each part is. Leave out one of them" in str(
         caught.value
     )
+
+
+def test_columns_and_labels_of_the_default_apply_to_every_set_that_gives_none():
+    columns, other = {"chosen": "a", "rejected": "b"}, {"chosen": "b", "rejected": "a"}
+    data = {
+        "default": {"columns": columns},
+        "train": ["one.jsonl", {"data_path": "two.jsonl", "columns": other}],
+        "validation": "three.jsonl",
+        "val_data_paths": {"four": "four.jsonl", "five": {"data_path": "five.jsonl", "columns": {}}},
+    }
+    found = {name: dataset.columns for name, dataset in Data(**data).named_sets.items()}
+    assert list(found.values()) == [columns, other, columns, columns, {}]
+    labels = Data(default={"label_values": {1: "a"}}, train={"data_path": "one.jsonl"}, validation="two.jsonl")
+    assert [one.label_values for one in labels.named_sets.values()] == [{"1": "a"}] * 2
+
+
+def test_a_configuration_file_gives_paths_and_labels(tmp_path):
+    file = tmp_path / "run.yaml"
+    text = "data: {train: {data_path: a, columns: {prompt: 'q[0].t', completions: 'a[*].t', scores: 'a[*].s'}},"
+    file.write_text(text + " validation: {data_path: b, label_key: best, label_values: {1: a, 0: b, 2.0: tie}}}")
+    data = load_config(str(file), []).config.data
+    assert data.training_sets[0].columns == {"prompt": "q[0].t", "completions": "a[*].t", "scores": "a[*].s"}
+    assert data.validation is not None and data.validation.label_values == {"1": "a", "0": "b", "2": "tie"}
 
 
 # Files
