@@ -33,7 +33,8 @@ def test_the_tools_of_an_openai_row_are_those_of_its_input():
     assert found.prompt == (Message("system", "Be kind."), Message("user", "Hi"))
     assert found.tools == (TOOL,)
     assert found.completions[0].answer == (Message("assistant", "", {"tool_calls": calls}),)
-    assert read("openai_preference", input=given, system=None).tools == (TOOL,)
+    with_system = read("openai_preference", input=given | {"messages": [ASKED]}, system="Be kind.")
+    assert (with_system.prompt, with_system.tools) == (found.prompt, (TOOL,))
 
 
 @pytest.mark.parametrize(

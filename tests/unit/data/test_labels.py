@@ -140,6 +140,10 @@ def test_a_number_is_never_guessed(label, shown):
     assert refused(labels=label) == ("bad", "bad label", number(shown))
 
 
+def test_a_number_is_not_taken_for_the_name_of_a_model():
+    assert refused(labels=1, model_a="0", model_b="1") == ("bad", "bad label", number("1"))
+
+
 def test_shp_is_refused_until_its_labels_are_given_and_both_completions_are_named():
     value = {"history": "Hi", "human_ref_A": "yes", "human_ref_B": "no", "labels": 1}
     message = number("1", first="human_ref_A", second="human_ref_B")
