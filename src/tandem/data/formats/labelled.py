@@ -1,6 +1,6 @@
 """Reads rows with two completions and a label that says which one is better.
 
-Known spellings of the label are read as they are. A number says nothing by itself (in SHP, 1 means the first completion, in other
+Known spellings of the label are read as they are. A number is ambiguous (in SHP, 1 means the first completion, in other
 sets the second), so it needs label_values.
 """
 
