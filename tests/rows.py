@@ -46,6 +46,42 @@ GOOD: dict[str, dict[str, Any]] = {
     },
     "Tulu3Preference": {"chosen": [ASKED, YES], "rejected": [ASKED, NO]},
     "implicit_prompt": {"chosen": [ASKED, YES], "rejected": [ASKED, NO]},
+    "openai_preference": {
+        "input": {"messages": [ASKED], "tools": [], "parallel_tool_calls": True},
+        "preferred_output": [YES],
+        "non_preferred_output": [NO],
+    },
+    "ms_swift": {"messages": [ASKED, YES], "rejected_response": "no"},
+    "question_pair": {"question": "Hi", "chosen": "yes", "rejected": "no"},
+    "HelpSteer2": {"prompt": "Hi", "response_1": "yes", "response_2": "no", "preference_strength": -1},
+    "nectar": {
+        "prompt": "\n\nHuman: Hi\n\nAssistant: ",
+        "answers": [{"answer": "yes", "model": "gpt-4", "rank": 0.0}, {"answer": "no", "model": "mpt", "rank": 1.0}],
+    },
+    "oasst_tree": {
+        "message_tree_id": "t",
+        "prompt": {
+            "role": "prompter",
+            "text": "Hi",
+            "replies": [
+                {"role": "assistant", "text": "yes", "rank": 0, "replies": []},
+                {"role": "assistant", "text": "no", "rank": 1, "replies": []},
+            ],
+        },
+    },
+    "webgpt": {
+        "question": {"dataset": "eli5", "id": "q", "full_text": "Hi"},
+        "answer_0": "yes",
+        "answer_1": "no",
+        "score_0": 0.5,
+        "score_1": -0.5,
+    },
+    "summarize_from_feedback": {
+        "info": {"id": "p", "post": "Hi", "title": None, "subreddit": None, "site": None, "article": None},
+        "summaries": [{"text": "yes"}, {"text": "no"}],
+        "choice": 0,
+    },
+    "labelled_pair": {"prompt": "Hi", "response_a": "yes", "response_b": "no", "winner": "response_a"},
 }
 
 

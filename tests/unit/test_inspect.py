@@ -41,6 +41,21 @@ def test_the_first_usable_row_is_shown_without_a_number(file):
     assert found.pairs == [(0, 1)]
 
 
+def test_labels_and_paths_are_shown_with_the_format_they_are_read_as(tmp_path):
+    path = tmp_path / "votes.jsonl"
+    path.write_text(json.dumps({"question": "Hi", "answer_1": "Yes", "answer_2": "No", "preference": 2}))
+    found = inspected(path, None, "data.train.label_values={1:a,2:b}")
+    assert (found.format, found.pairs) == ("labelled_pair", [(1, 0)])
+    assert found.format_reason == "detected from the keys question, answer_1, answer_2, preference"
+    paths = {"prompt": "question", "chosen": "answer_1", "rejected": "answer_2"}
+    found = inspected(path, None, *(f"data.train.columns.{part}={one}" for part, one in paths.items()))
+    assert (found.format, found.format_reason, found.pairs) == (
+        "BinaryPreferenceDataset",
+        "by the paths of data.*.columns",
+        [(0, 1)],
+    )
+
+
 def test_positions_of_every_completion_continue_from_the_prompt(file):
     found = inspected(file)
     assert [token.position for token in found.prompt] == list(range(len(found.prompt)))

@@ -1,5 +1,6 @@
 """The pages: links that lead somewhere, a README that stays short, and a file tree of files that exist."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -7,9 +8,12 @@ from pathlib import Path
 import pytest
 import typer
 
+from tandem import formats
 from tandem.cli.main import app
 from tandem.config.keys import key_names
-from tandem.data.formats.formats import FORMATS
+from tandem.config.sections.datasets import DatasetFields
+from tandem.data.formats.formats import FORMATS, detect_format
+from tandem.data.read.sources import SourceRow
 from tandem.loss.declare import INPUT_SETTINGS, LOSSES
 from tandem.report.verdicts import RULES
 
@@ -157,6 +161,18 @@ def test_a_table_of_formats_has_a_row_for_each(page):
     table = re.search(r"^\| format \|.*?\n\n", text, flags=re.MULTILINE | re.DOTALL)
     assert table is not None
     assert set(re.findall(r"^\| `(\w+)` \|", table[0], flags=re.MULTILINE)) == set(FORMATS)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_row_of_a_format_in_the_table_is_read_as_that_format(name):
+    text = (REPOSITORY / "docs/data.md").read_text(encoding="utf-8")
+    (example,) = re.findall(rf"^\| `{name}` \| (?:`(\{{.*?\}})`|as `implicit_prompt`) \|", text, flags=re.MULTILINE)
+    if name == "Tulu3Preference":
+        return
+    found = formats.read(json.loads(example))
+    assert detect_format(SourceRow(json.loads(example), "row", 1), DatasetFields())[0] == name
+    best = [one.answer for one in found.completions if one.rank == min(other.rank for other in found.completions)]
+    assert best == ["Yes."]
 
 
 def test_the_page_on_commands_has_every_command_and_option():

@@ -141,7 +141,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _columns_have_an_effect(self) -> "Config":
         for where, dataset in self.data.named_sets.items():
-            for column, field in dataset.columns.items():
+            for column, field in dataset.number_columns.items():
                 if why := unsupported_column(self.dpo.preference_loss, column):
                     reason, others = why
                     key = f"{where}.{COLUMNS[column].key}"

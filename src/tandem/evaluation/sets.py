@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.config.sections.datasets import DatasetFields
+from tandem.data.formats.formats import NOTHING_FITS, detect_format, unused_key
+from tandem.data.formats.paths import with_paths
 from tandem.data.read.files import SourceFile, find_files
-from tandem.data.read.sources import SourceRow, read_chunks, rows_of
+from tandem.data.read.sources import RowError, SourceRow, read_chunks, rows_of
 from tandem.data.store.opening import is_prepared, open_store
 from tandem.data.store.processes import Processes
 from tandem.data.store.selection import Preferences
@@ -119,8 +121,20 @@ def _kind_and_fields(one: DataRequest, subject: Subject) -> tuple[SetKind, Datas
         wording = {name: getattr(trained, name) for name in ("prompt_file", "system_prompt_file")}
         names = {name: getattr(trained, name) for name in READING_KEYS}
         fits = all(name in keys for name in names.values())
+        if trained.paths_and_labels:
+            names |= {name: getattr(trained, name) for name in ("label_key", "label_values", "columns")}
+            fits = first is not None and _has_format(first, trained)
         fields = fields.model_copy(update={**wording, **(names if fits else {})})
     return _kind(keys, files[0].path), fields
+
+
+def _has_format(row: SourceRow, fields: DatasetFields) -> bool:
+    """Whether a row can be read with the paths and label settings of a run."""
+    try:
+        found = detect_format(with_paths(row, fields), fields)
+    except RowError:
+        return False
+    return found != NOTHING_FITS and unused_key(found[0], fields) is None
 
 
 def _kind(keys: Mapping[str, Any], file: Path) -> SetKind:

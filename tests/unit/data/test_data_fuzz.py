@@ -9,8 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rows import GOOD, KEYS
 
-from tandem.data.formats.formats import FORMATS, detect_format
+from tandem.config.sections.datasets import DatasetFields
+from tandem.data.formats.formats import FORMATS, detect_format, read_preference
+from tandem.data.formats.paths import with_paths
 from tandem.data.formats.preference import Preference
+from tandem.data.formats.prompt_files import Wording
 from tandem.data.read.sources import RowError, SourceRow, read_rows
 
 STRANGE = st.sampled_from(
@@ -92,11 +95,30 @@ def check(line: bytes) -> None:
                 assert name in FORMATS and reason
                 for known in FORMATS.values():
                     check_reading(known.read, row)
+                for keys in (KEYS, *WITH_SETTINGS):
+                    check_reading(by_settings, row, keys)
 
 
-def check_reading(read, row: SourceRow) -> None:
+# Settings for labels and for paths, each with the paths of some good row.
+WITH_SETTINGS = (
+    DatasetFields(label_values={"1": "a", "0": "b", "true": "tie", "null": "b"}),
+    DatasetFields(label_key="preference_strength"),
+    DatasetFields(columns={"prompt": "prompt", "completions": "answers[*].answer", "scores": "answers[*].rank"}),
+    DatasetFields(columns={"chosen": "messages[:-1]", "rejected": "conversations[-1].value"}),
+    DatasetFields(
+        columns={"prompt": "prompt", "response_a": "response_1", "response_b": "completions[0].text", "label": "choice"}
+    ),
+)
+
+
+def by_settings(row: SourceRow, keys: DatasetFields) -> Preference:
+    found = with_paths(row, keys)
+    return read_preference(found, keys, detect_format(found, keys)[0], Wording())
+
+
+def check_reading(read, row: SourceRow, keys: DatasetFields = KEYS) -> None:
     try:
-        preference = read(row, KEYS)
+        preference = read(row, keys)
     except RowError as error:
         assert error.place == row.place and error.reason and error.message.endswith((".", "?"))
         return

@@ -31,10 +31,22 @@ NEEDED = {
     "dialogue_text": ["chosen", "rejected"],
     "Tulu3Preference": ["chosen", "rejected"],
     "implicit_prompt": ["chosen", "rejected"],
+    "openai_preference": ["input", "preferred_output", "non_preferred_output"],
+    "ms_swift": ["messages", "rejected_response"],
+    "question_pair": ["question", "chosen", "rejected"],
+    "HelpSteer2": ["prompt", "response_1", "response_2", "preference_strength"],
+    "nectar": ["prompt", "answers"],
+    "oasst_tree": ["prompt"],
+    "webgpt": ["question", "answer_0", "answer_1", "score_0", "score_1"],
+    "summarize_from_feedback": ["info", "summaries", "choice"],
+    "labelled_pair": ["prompt"],
 }
 NEEDED_KEYS = [(name, key) for name, keys in NEEDED.items() for key in keys]
 # The nearest of the keys found, where one is near.
 NEAR = {"response1": "response2", "response2": "response1", "response_j": "response_k", "response_k": "response_j"}
+NEAR |= {"response_1": "response_2", "response_2": "response_1", "answer_0": "answer_1", "answer_1": "answer_0"}
+NEAR |= {"score_0": "score_1", "score_1": "score_0"}
+NEAR |= {"preferred_output": "non_preferred_output", "non_preferred_output": "preferred_output"}
 
 
 @pytest.mark.parametrize(("name", "key"), NEEDED_KEYS)
@@ -89,6 +101,7 @@ def _replaced(value, old, new):
     return new if value == old else value
 
 
+SPEAKERS = "human, user, gpt, assistant, system, function_call, observation, tool"
 S = "an incomplete character (a lone surrogate) at position 1. Remove it."
 BAD = {
     "HelpSteer3: text": (
@@ -177,12 +190,12 @@ BAD = {
     "sharegpt: stranger": (
         {"conversations": [turn("bot", "Hi")]},
         "unknown role",
-        "conversations[0].from: 'bot' is not one of human, user, gpt, assistant, system.",
+        f"conversations[0].from: 'bot' is not one of {SPEAKERS}.",
     ),
     "sharegpt: list as from": (
         {"conversations": [turn(["human"], "Hi")]},
         "unknown role",
-        "conversations[0].from: ['human'] is not one of human, user, gpt, assistant, system.",
+        f"conversations[0].from: ['human'] is not one of {SPEAKERS}.",
     ),
     "sharegpt: order, numbered without the system text": (
         {"system": "Be kind.", "conversations": [turn("human", "Hi"), turn("human", "Hi")]},
@@ -201,7 +214,7 @@ BAD = {
     ),
     "sharegpt: number as system": ({"system": 3}, "wrong type", "system: 3, not a text."),
     "sharegpt: surrogate in system": ({"system": "a\ud800"}, "lone surrogate", f"system: {S}"),
-    "sharegpt: text as answer": ({"chosen": "yes"}, "wrong type", "chosen: a text, not a turn with from and value."),
+    "sharegpt: list as answer": ({"chosen": ["yes"]}, "wrong type", "chosen: a list, not a turn with from and value."),
     "sharegpt: answer by the user": (
         {"rejected": turn("human", "no")},
         "wrong roles",

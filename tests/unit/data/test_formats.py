@@ -25,23 +25,27 @@ def texts_and_ranks(preference):
 
 # Good rows
 
+PROMPTS = {"summarize_from_feedback": "POST: Hi\n\nTL;DR:"}
+TEXT_PROMPTS = (
+    *("BinaryPreferenceDataset", "aligner", "scored", "best_of_n", "alpaca", "alpaca_pair", "question_responses"),
+    *("question_pair", "HelpSteer2", "webgpt", "summarize_from_feedback", "labelled_pair"),
+)
+
 
 def test_the_schema_names_the_formats_that_are_read():
     assert set(get_args(DatasetName)) - {"auto"} == set(FORMATS) == set(GOOD)
-    assert len(FORMATS) == 14
+    assert len(FORMATS) == 23
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_good_row_of_every_format_prefers_yes_to_no_as_the_answer_to_hi(name):
     preference = read(name)
-    assert preference.prompt in ("Hi", (Message("user", "Hi"),))
-    assert isinstance(preference.prompt, str) == (
-        name
-        in ("BinaryPreferenceDataset", "aligner", "scored", "best_of_n", "alpaca", "alpaca_pair", "question_responses")
-    )
+    as_text = PROMPTS.get(name, "Hi")
+    assert preference.prompt in (as_text, (Message("user", "Hi"),))
+    assert isinstance(preference.prompt, str) == (name in TEXT_PROMPTS)
     assert texts_and_ranks(preference) == [("yes", 0), ("no", 1)]
     assert preference.place == "pairs.jsonl:3"
-    if name != "scored":
+    if name not in ("scored", "webgpt"):
         assert [completion.score for completion in preference.completions] == [None, None]
 
 
@@ -313,6 +317,15 @@ TOLD_BY = {
     "question_responses": "question, response_j, response_k",
     "dialogue_text": "chosen, rejected",
     "implicit_prompt": "chosen, rejected",
+    "openai_preference": "input, preferred_output, non_preferred_output",
+    "ms_swift": "messages, rejected_response",
+    "question_pair": "question, chosen, rejected",
+    "HelpSteer2": "prompt, response_1, response_2, preference_strength",
+    "nectar": "prompt, answers",
+    "oasst_tree": "message_tree_id, prompt",
+    "webgpt": "question, answer_0, answer_1, score_0, score_1",
+    "summarize_from_feedback": "info, summaries, choice",
+    "labelled_pair": "prompt, response_a, response_b, winner",
 }
 
 
@@ -381,7 +394,8 @@ def test_a_system_text_becomes_the_first_turn_of_the_prompt(prompt):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_system_text_is_read_in_every_format(name):
-    assert read(name, system="Be kind.").prompt == (Message("system", "Be kind."), Message("user", "Hi"))
+    expected = (Message("system", "Be kind."), Message("user", PROMPTS.get(name, "Hi")))
+    assert read(name, system="Be kind.").prompt == expected
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,40 @@ def test_the_data_keys_of_a_run_apply_where_the_rows_have_them(run, tmp_path):
     assert found.by_set[0].rewards_margin == found.by_set[1].rewards_margin
 
 
+@pytest.mark.parametrize(
+    ("settings", "row"),
+    [
+        (
+            {"columns: {}": "columns: {prompt: 'q[0]', chosen: a.good, rejected: a.bad}"},
+            lambda q, good, bad: {"q": [q], "a": {"good": good, "bad": bad}},
+        ),
+        (
+            {"label_key: null": "label_key: best", "label_values: {}": "label_values: {1: a, 0: b}"},
+            lambda q, good, bad: {"prompt": q, "response_a": good, "response_b": bad, "best": 1},
+        ),
+    ],
+    ids=["columns", "labels"],
+)
+def test_the_paths_and_labels_of_a_run_apply_where_the_rows_fit(run, tmp_path, settings, row):
+    pairs = [("Hi", "yes", "no"), ("Ho", "no", "yes")]
+    usual = write(
+        tmp_path / "usual.jsonl", [dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) for pair in pairs]
+    )
+    other = write(tmp_path / "other.jsonl", [row(*pair) for pair in pairs])
+    changed = tmp_path / "run"
+    changed.mkdir()
+    (changed / "model").symlink_to(run / "model")
+    (changed / "rejects.jsonl").touch()
+    config = (run / "config.yaml").read_text()
+    for old, new in settings.items():
+        assert old in config
+        config = config.replace(old, new)
+    (changed / "config.yaml").write_text(config)
+    found = evaluate(str(changed), [usual, other])
+    assert [group.num_pairs for group in found.by_set] == [2, 2]
+    assert found.by_set[0].rewards_margin == found.by_set[1].rewards_margin
+
+
 REWARDBENCH = [
     {
         "prompt": f"Question {i}?",

@@ -7,10 +7,33 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo,
 from pydantic_core import PydanticCustomError
 
 from tandem.columns import COLUMNS, OPTIONAL_COLUMNS
+from tandem.config.sections.row_paths import parse_path
 from tandem.config.sections.section import EMBEDDED, MAX_SCORE, PathText, Section, Share, UserFunctionName
 from tandem.user_code import is_user_function
 
 MAX_EXPANSION = 100.0
+# Which of two completions a label prefers: the first, the second or neither.
+Side = Literal["a", "b", "tie"]
+# The parts of a preference that data.*.columns can name: those that are needed together, and the optional ones.
+COLUMN_SETS = {
+    frozenset({"chosen", "rejected"}): frozenset({"prompt", "chosen_score", "rejected_score", "system", "tools"}),
+    frozenset({"prompt", "completions", "scores"}): frozenset({"system", "tools"}),
+    frozenset({"prompt", "response_a", "response_b", "label"}): frozenset({"system", "tools"}),
+}
+
+
+def spelled_label(value: Any) -> str:
+    """Return a label as a text, so that 1, 1.0 and "1" are the same label, and so are "A" and "a"."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value).strip().casefold()
+
+
+def _as_texts(labels: Any) -> Any:
+    """Return a mapping with its keys as texts: in YAML, the label 1 is a number, and the label true is not a text."""
+    if not isinstance(labels, dict):
+        return labels
+    return {key if isinstance(key, str) else spelled_label(key): side for key, side in labels.items()}
 
 
 def _path_as_dataset(value: Any) -> Any:
@@ -33,6 +56,15 @@ DatasetName = Literal[
     "question_responses",
     "dialogue_text",
     "implicit_prompt",
+    "openai_preference",
+    "ms_swift",
+    "question_pair",
+    "HelpSteer2",
+    "nectar",
+    "oasst_tree",
+    "webgpt",
+    "summarize_from_feedback",
+    "labelled_pair",
 ]
 
 
@@ -53,6 +85,21 @@ class DatasetFields(Section):
     prompt_key: str = Field(default="prompt", description="field that holds the prompt (text or messages)")
     chosen_key: str = Field(default="chosen", description="field that holds the better completion")
     rejected_key: str = Field(default="rejected", description="field that holds the worse completion")
+    label_key: str | None = Field(
+        default=None,
+        description="in rows of two completions and a label: field that holds the label; null: winner, preference, label or "
+        "another known name",
+    )
+    label_values: Annotated[dict[str, Side], BeforeValidator(_as_texts)] = Field(
+        default={},
+        description="what the labels mean: a map of each label to a (the first completion is better), b (the second) or tie; "
+        "numbers are never guessed. For example {1: a, 0: b}",
+    )
+    columns: dict[str, str] = Field(
+        default={},
+        description="paths to the parts of a preference in rows of no known format, such as {prompt: conversation[0].value, "
+        "completions: answers[*].text, scores: answers[*].score} (docs/data-columns.md)",
+    )
     weight_key: str | None = Field(
         default=None,
         description="field that holds the weight of a row, 0 or more, which multiplies the losses of its pairs; null: no weights",
@@ -89,14 +136,62 @@ class DatasetFields(Section):
     @model_validator(mode="after")
     def _different_keys(self) -> "DatasetFields":
         keys = {"prompt_key": self.prompt_key, "chosen_key": self.chosen_key, "rejected_key": self.rejected_key}
-        keys |= {COLUMNS[name].key: key for name, key in self.columns.items()}
+        keys |= {COLUMNS[name].key: key for name, key in self.number_columns.items()}
         for (one, value), (other, same) in combinations(keys.items(), 2):
             if value == same:
                 raise ValueError(f"{one} and {other} are both {value!r}, but must name different fields. Change one")
         return self
 
+    @field_validator("label_values")
+    @classmethod
+    def _one_meaning(cls, value: dict[str, Side]) -> dict[str, Side]:
+        for (one, side), (other, same) in combinations(value.items(), 2):
+            if spelled_label(one) == spelled_label(other) and side != same:
+                raise ValueError(
+                    f"label_values: {one!r} and {other!r} are the same label, but mean {side} and {same}. Remove one"
+                )
+        return value
+
+    @field_validator("columns")
+    @classmethod
+    def _known_columns(cls, value: dict[str, str]) -> dict[str, str]:
+        for part, path in value.items():
+            try:
+                parse_path(path)
+            except ValueError as error:
+                raise ValueError(
+                    f"columns.{part} = {path[:80]}: {error}. Write it as conversation[0].value or answers[*].text"
+                ) from None
+        if value and not any(needed <= value.keys() <= needed | more for needed, more in COLUMN_SETS.items()):
+            raise ValueError(
+                f"columns has {', '.join(value)[:80]}. Give chosen and rejected (and prompt), or prompt, completions and "
+                "scores, or prompt, response_a, response_b and label; system and tools may be added"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _columns_alone(self) -> "DatasetFields":
+        fields = type(self).model_fields
+        for name in ("dataset_name", "prompt_key", "chosen_key", "rejected_key", "label_key"):
+            if self.columns and getattr(self, name) != fields[name].default:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)} has no effect, since columns says where each part is. "
+                    "Leave out one of them"
+                )
+        return self
+
     @property
-    def columns(self) -> dict[str, str]:
+    def sides_by_label(self) -> dict[str, Side]:
+        return {spelled_label(label): side for label, side in self.label_values.items()}
+
+    @property
+    def paths_and_labels(self) -> list[Any]:
+        """The settings for rows of no known format and for labels, if any is set. The tokens of a set depend on them."""
+        settings = [self.label_key, self.sides_by_label, self.columns]
+        return settings if any(settings) else []
+
+    @property
+    def number_columns(self) -> dict[str, str]:
         """The optional columns to read, and the field that holds each one: {"weight": "importance"} for weight_key=importance."""
         named = {column.name: getattr(self, column.key) for column in OPTIONAL_COLUMNS if column.key}
         return {name: key for name, key in named.items() if key is not None}

@@ -1,34 +1,52 @@
 """Reads rows as Preferences. There is one function per data format; the format is detected from the keys of a row."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.config.sections.datasets import DatasetFields
+from tandem.data.formats.conversations import (
+    chosen_and_rejected,
+    dialogue_text,
+    from_conversations,
+    is_dialogue,
+    ms_swift,
+    openai_preference,
+    pair_of,
+    sharegpt,
+)
+from tandem.data.formats.labelled import completion_keys, has_label, helpsteer2, helpsteer3, labelled_pair
 from tandem.data.formats.preference import (
     CONTRADICTED,
-    Completion,
     Message,
     Preference,
     TextOrMessages,
-    as_answer,
     checked,
     completion_of,
-    ended_before_answer,
     field_of,
     messages_of,
     prompt_of,
     refuse_other_media,
     refuse_spaces,
-    score_of,
     text_of,
     tools_of,
     with_system,
 )
 from tandem.data.formats.prompt_files import Wording
-from tandem.data.formats.rated import best_of_n, float_to_int, has_scores, is_list_of_texts, ranked, scored
-from tandem.data.read.sources import ANY_SCORE, PAIR_SCORE_KEYS, RowError, SourceRow, kind_of
+from tandem.data.formats.rated import (
+    best_of_n,
+    has_ranks,
+    has_scores,
+    is_list_of_texts,
+    is_tree,
+    nectar,
+    oasst_tree,
+    ranked,
+    scored,
+    summarize_from_feedback,
+    webgpt,
+)
+from tandem.data.read.sources import RowError, SourceRow
 from tandem.terminal.printable import listed
 from tandem.user_code import is_user_function
 
@@ -37,6 +55,10 @@ IGNORED_PROMPT = "a prompt that is ignored because it differs from the complete 
 
 # Keys of labels that may say that the rejected completion is the better one.
 LABELS = ("label", "labels", "preference", "winner")
+
+# Keys of a completion and its label in unpaired data.
+ONE_COMPLETION = ("completion", "response", "answer", "output", "messages", "conversations", "text")
+UNPAIRED_LABELS = ("label", "labels", "kto_tag", "is_desirable")
 
 
 def binary(row: SourceRow, keys: DatasetFields) -> Preference:
@@ -60,7 +82,7 @@ def binary(row: SourceRow, keys: DatasetFields) -> Preference:
             f"none of the keys {', '.join(names)}. Keys found: {listed(row.value)}. Set data.train.prompt_key, "
             "chosen_key and rejected_key to other keys, or data.train.dataset_name to another format.",
         )
-    return _pair(row, prompt_of(row, keys.prompt_key), keys.chosen_key, keys.rejected_key)
+    return pair_of(row, prompt_of(row, keys.prompt_key), keys.chosen_key, keys.rejected_key)
 
 
 def _is_list_of_rows(value: Any, names: tuple[str, ...]) -> bool:
@@ -70,12 +92,12 @@ def _is_list_of_rows(value: Any, names: tuple[str, ...]) -> bool:
 
 def aligner(row: SourceRow, keys: DatasetFields) -> Preference:
     """Read a row of NeMo Aligner: `prompt`, `chosen_response`, `rejected_response`, and optional rewards."""
-    return _pair(row, prompt_of(row, keys.prompt_key), "chosen_response", "rejected_response")
+    return pair_of(row, prompt_of(row, keys.prompt_key), "chosen_response", "rejected_response")
 
 
 def implicit_prompt(row: SourceRow, keys: DatasetFields) -> Preference:
     """Read a row in which `chosen` and `rejected` are complete conversations. The prompt is their common beginning."""
-    found = _from_conversations(row, keys.chosen_key, keys.rejected_key)
+    found = from_conversations(row, keys.chosen_key, keys.rejected_key)
     assert not isinstance(found.prompt, str)
     return (
         found
@@ -94,37 +116,7 @@ def _repeats_prompt(prompt: Any, messages: tuple[Message, ...]) -> bool:
 
 def messages_pair(row: SourceRow, keys: DatasetFields) -> Preference:
     """Read a row of two conversations, `chosen_messages` and `rejected_messages`. The prompt is their common beginning."""
-    return _from_conversations(row, "chosen_messages", "rejected_messages")
-
-
-def dialogue_text(row: SourceRow, keys: DatasetFields) -> Preference:
-    """Read a row of Anthropic HH: two dialogues as texts, `chosen` and `rejected`. The last assistant turn is the completion."""
-    (chosen, first), (rejected, second) = (_split_dialogue(row, key) for key in (keys.chosen_key, keys.rejected_key))
-    if chosen != rejected:
-        raise _prompts_differ(row)
-    turns = messages_of(_turns(chosen), row, keys.chosen_key)
-    return checked(
-        Preference(
-            ended_before_answer(turns, row, keys.chosen_key), _chosen_and_rejected(row, [first, second]), row.place
-        )
-    )
-
-
-def sharegpt(row: SourceRow, keys: DatasetFields) -> Preference:
-    """Read a ShareGPT row, as LLaMA-Factory writes it.
-
-    `conversations` is a list of turns {from, value}. `chosen` and `rejected` are one such turn each.
-    """
-    turns = field_of(row.value, "conversations", row)
-    if not isinstance(turns, list):
-        raise RowError(row.place, "wrong type", f"conversations: {kind_of(turns)}, not a list of turns.")
-    translated = [_from_sharegpt(turn, row, f"conversations[{i}]") for i, turn in enumerate(turns)]
-    prompt = ended_before_answer(messages_of(translated, row, "conversations"), row, "conversations")
-    texts = [
-        completion_of(row, _from_sharegpt(field_of(row.value, key, row), row, key), key)
-        for key in (keys.chosen_key, keys.rejected_key)
-    ]
-    return checked(Preference(prompt, _chosen_and_rejected(row, texts), row.place))
+    return from_conversations(row, "chosen_messages", "rejected_messages")
 
 
 def alpaca(row: SourceRow, keys: DatasetFields) -> Preference:
@@ -134,7 +126,7 @@ def alpaca(row: SourceRow, keys: DatasetFields) -> Preference:
     """
     prompt = _alpaca_prompt(row)
     if keys.chosen_key in row.value:
-        return _pair(row, prompt, keys.chosen_key, keys.rejected_key)
+        return pair_of(row, prompt, keys.chosen_key, keys.rejected_key)
     output = field_of(row.value, "output", row)
     if not isinstance(output, list) or len(output) != 2:
         raise RowError(
@@ -143,7 +135,7 @@ def alpaca(row: SourceRow, keys: DatasetFields) -> Preference:
             "output: without the keys chosen and rejected, this must be a list of two completions.",
         )
     texts = [completion_of(row, text, f"output[{i}]") for i, text in enumerate(output)]
-    return checked(Preference(prompt, _chosen_and_rejected(row, texts), row.place))
+    return checked(Preference(prompt, chosen_and_rejected(row, texts), row.place))
 
 
 def _alpaca_prompt(row: SourceRow) -> TextOrMessages:
@@ -165,21 +157,19 @@ def _alpaca_prompt(row: SourceRow) -> TextOrMessages:
 
 def question_responses(row: SourceRow, keys: DatasetFields) -> Preference:
     """Read a row of Stack Exchange pairs: `question`, `response_j` (chosen) and `response_k` (rejected)."""
-    return _pair(row, prompt_of(row, "question"), "response_j", "response_k")
+    return pair_of(row, prompt_of(row, "question"), "response_j", "response_k")
 
 
-def helpsteer3(row: SourceRow, keys: DatasetFields) -> Preference:
-    """Read a HelpSteer3 row: `context`, `response1`, `response2` and `overall_preference`.
+def question_pair(row: SourceRow, keys: DatasetFields) -> Preference:
+    """Read a row of Orca pairs: `question` (or `input`, in distilabel's version), `chosen` and `rejected`, and `system`.
 
-    If `overall_preference` is negative, `response1` is preferred; if positive, `response2`. Zero is a tie.
+    In distilabel's version, rows with the status "tie" are ties.
     """
-    preferred = float_to_int(field_of(row.value, "overall_preference", row))
-    if not isinstance(preferred, int) or isinstance(preferred, bool):
-        raise RowError(row.place, "wrong type", f"overall_preference: {preferred!r}, not an integer.")
-    ranks = (0, 1) if preferred < 0 else (1, 0) if preferred > 0 else (0, 0)
-    texts = [completion_of(row, field_of(row.value, key, row), key) for key in ("response1", "response2")]
-    completions = tuple(Completion(text, rank) for text, rank in zip(texts, ranks, strict=True))
-    return checked(Preference(prompt_of(row, "context"), completions, row.place))
+    prompt = prompt_of(row, "question" if "question" in row.value or "input" not in row.value else "input")
+    preference = pair_of(row, prompt, keys.chosen_key, keys.rejected_key)
+    if row.value.get("status") == "tie":
+        raise RowError(row.place, "equal ranks", "the status of the row is tie.", kind="filtered")
+    return preference
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +179,11 @@ class Format:
     read: Callable[[SourceRow, DatasetFields], Preference]
     required_keys: tuple[str, ...]
     last_value_matches: Callable[[Any], bool] = lambda value: True  # a check on the value of the last required key
+    other_keys: tuple[tuple[str, ...], ...] = ()  # other keys from which it is detected
     # Tried if no format matches by its required keys. The last key must hold completions with scores.
     fallback_keys: tuple[tuple[str, ...], ...] = ()
-
-
-def _is_dialogue(value: Any) -> bool:
-    return isinstance(value, str) and ASSISTANT in value
+    # Returns the keys of a row from which the format is detected, in place of the required keys. None: another format.
+    keys_in: Callable[[Mapping[str, Any], DatasetFields], tuple[str, ...] | None] | None = None
 
 
 def _is_answer(value: Any) -> bool:
@@ -213,21 +202,47 @@ FORMATS: dict[str, Format] = {
     "scored": Format(
         scored,
         ("{prompt}", "completions"),
-        fallback_keys=(("{prompt}", "responses"), ("instruction", "completions"), ("instruction", "responses")),
+        fallback_keys=(
+            ("{prompt}", "responses"),
+            ("instruction", "completions"),
+            ("instruction", "responses"),
+            *((prompt, "generations") for prompt in ("{prompt}", "instruction", "input")),
+        ),
     ),
     "sharegpt": Format(sharegpt, ("conversations", "{chosen}", "{rejected}")),
     "alpaca": Format(alpaca, ("instruction", "{chosen}", "{rejected}")),
     "alpaca_pair": Format(alpaca, ("instruction", "output"), lambda value: isinstance(value, list)),
     "messages_pair": Format(messages_pair, ("chosen_messages", "rejected_messages")),
     "question_responses": Format(question_responses, ("question", "response_j", "response_k")),
-    "dialogue_text": Format(dialogue_text, ("{chosen}", "{rejected}"), _is_dialogue),
+    "dialogue_text": Format(dialogue_text, ("{chosen}", "{rejected}"), is_dialogue),
+    "openai_preference": Format(
+        openai_preference,
+        ("input", "preferred_output", "non_preferred_output"),
+        other_keys=(("input", "preferred_completion", "non_preferred_completion"),),
+    ),
+    "ms_swift": Format(ms_swift, ("messages", "rejected_response"), other_keys=(("messages", "rejected_messages"),)),
+    "question_pair": Format(
+        question_pair,
+        ("question", "{chosen}", "{rejected}"),
+        _is_answer,
+        other_keys=(("input", "{chosen}", "{rejected}"),),
+    ),
     "Tulu3Preference": Format(implicit_prompt, ("{chosen}", "{rejected}"), lambda value: isinstance(value, list)),
     "implicit_prompt": Format(implicit_prompt, ("{chosen}", "{rejected}"), lambda value: isinstance(value, list)),
+    "HelpSteer2": Format(helpsteer2, ("{prompt}", "response_1", "response_2", "preference_strength")),
+    "nectar": Format(nectar, ("{prompt}", "answers"), has_ranks),
+    "oasst_tree": Format(oasst_tree, ("message_tree_id", "{prompt}"), is_tree),
+    "webgpt": Format(webgpt, ("question", "answer_0", "answer_1", "score_0", "score_1")),
+    "summarize_from_feedback": Format(summarize_from_feedback, ("info", "summaries", "choice")),
+    "labelled_pair": Format(labelled_pair, ("{prompt}", "response_a", "response_b", "winner"), keys_in=has_label),
 }
 
 
 # Formats whose rows rank the completions. Labels in these rows are not checked.
-RANKED = ("PreferenceDataset", "HelpSteer3", "scored", "best_of_n")
+RANKED = (
+    *("PreferenceDataset", "HelpSteer3", "scored", "best_of_n", "HelpSteer2", "nectar", "oasst_tree", "webgpt"),
+    *("summarize_from_feedback", "labelled_pair"),
+)
 NOTHING_FITS = ("BinaryPreferenceDataset", "no other format matches its keys")
 # Rows of alpaca and of alpaca_pair may have their completions under the configured keys.
 ALPACA_KEYS = FORMATS["alpaca"].required_keys
@@ -237,18 +252,26 @@ def detect_format(row: SourceRow, keys: DatasetFields) -> tuple[str, str]:
     """Return the name of a row's format, detected from its keys, and a text that says how the format was detected."""
     names = {"{prompt}": keys.prompt_key, "{chosen}": keys.chosen_key, "{rejected}": keys.rejected_key}
     for name, known in FORMATS.items():
-        fields = [names.get(field, field) for field in known.required_keys]
-        if (
-            name != "Tulu3Preference"
-            and all(f in row.value for f in fields)
-            and known.last_value_matches(row.value[fields[-1]])
-        ):
+        if name != "Tulu3Preference" and (fields := _keys_found(known, row.value, keys, names)) is not None:
             return name, f"detected from the keys {', '.join(fields)}"
     for name, fields in ((name, fields) for name, known in FORMATS.items() for fields in known.fallback_keys):
         fields = [names.get(field, field) for field in fields]
         if all(field in row.value for field in fields) and has_scores(row.value, fields[-1]):
             return name, f"detected from the keys {', '.join(fields)}"
     return NOTHING_FITS
+
+
+def _keys_found(
+    known: Format, row: Mapping[str, Any], keys: DatasetFields, names: dict[str, str]
+) -> Sequence[str] | None:
+    """Return the keys by which a row is of the format `known`, or None. `names`: the configured keys."""
+    if known.keys_in is not None:
+        return known.keys_in(row, keys)
+    for fields in (known.required_keys, *known.other_keys):
+        fields = [names.get(field, field) for field in fields]
+        if all(field in row for field in fields) and known.last_value_matches(row[fields[-1]]):
+            return fields
+    return None
 
 
 def unused_key(name: str, keys: DatasetFields) -> str | None:
@@ -258,6 +281,8 @@ def unused_key(name: str, keys: DatasetFields) -> str | None:
     for part in PARTS:
         if getattr(keys, f"{part}_key") != part and f"{{{part}}}" not in used:
             return f"{part}_key"
+    if name != "labelled_pair":
+        return next((setting for setting in ("label_key", "label_values") if getattr(keys, setting)), None)
     return None
 
 
@@ -273,7 +298,7 @@ def read_preference(row: SourceRow, keys: DatasetFields, name: str, wording: Wor
     prompt, tools = wording.apply(with_system(row, preference.prompt)), tools_of(row)
     if prompt is preference.prompt and not tools:
         return preference
-    return replace(preference, prompt=prompt, tools=tools)
+    return replace(preference, prompt=prompt, tools=tools or preference.tools)
 
 
 def _label_may_contradict(row: SourceRow) -> bool:
@@ -297,6 +322,8 @@ def _with_other_format(error: RowError, row: SourceRow, keys: DatasetFields, nam
     if error.reason != "missing key" or keys.dataset_name != "auto":
         return error
     other = detect_format(row, keys)
+    if other == NOTHING_FITS and (found := _not_a_pair(row, keys)):
+        return RowError(error.place, *found)
     if other[0] in (name, NOTHING_FITS[0]):
         return error
     message = (
@@ -306,95 +333,27 @@ def _with_other_format(error: RowError, row: SourceRow, keys: DatasetFields, nam
     return RowError(error.place, "another format", message)
 
 
-ASSISTANT = "\n\nAssistant:"
-TURN = re.compile(r"\n\n(Human|Assistant):")
-ROLE_OF_SPEAKER = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-
-
-def _pair(row: SourceRow, prompt: TextOrMessages, chosen: str, rejected: str) -> Preference:
-    texts = [completion_of(row, field_of(row.value, key, row), key) for key in (chosen, rejected)]
-    return checked(Preference(prompt, _chosen_and_rejected(row, texts), row.place))
-
-
-def _chosen_and_rejected(row: SourceRow, texts: Sequence[TextOrMessages]) -> tuple[Completion, ...]:
-    """Return the chosen and the rejected completion, with scores if the row has them."""
-    given = None
-    if not row.value.keys().isdisjoint(ANY_SCORE):
-        # A table has every column in every row, with null for missing values.
-        several = [keys for keys in PAIR_SCORE_KEYS if any(row.value.get(key) is not None for key in keys)]
-        given = several[0] if several else None
-        for one, two in ((a, b) for other in several[1:] for a, b in zip(several[0], other, strict=True)):
-            if row.value.get(one) != row.value.get(two):
-                raise RowError(row.place, "bad score", f"{one} and {two} differ. Remove one of them.")
-    if given is None:
-        return tuple(Completion(text, i) for i, text in enumerate(texts))
-    scores = [score_of(row.value.get(key), row, key) for key in given]
-    return tuple(Completion(text, i, score) for i, (text, score) in enumerate(zip(texts, scores, strict=True)))
-
-
-def _split_dialogue(row: SourceRow, key: str) -> tuple[str, str]:
-    """Return the text before the last assistant turn, and the text of that turn."""
-    text = text_of(row, field_of(row.value, key, row), key)
-    before, found, answer = text.rpartition(ASSISTANT)
-    before = f"\n\n{before.lstrip()}"
-    if not found or not TURN.match(before):
-        raise RowError(row.place, "not a dialogue", f"{key}: no 'Human:' turn followed by an 'Assistant:' turn.")
-    if TURN.search(answer):
-        raise RowError(row.place, "wrong roles", f"{key} ends in a 'Human:' turn; it must end in an 'Assistant:' turn.")
-    return before, answer.strip()
-
-
-def _turns(dialogue: str) -> list[dict[str, str]]:
-    """Convert a dialogue text to messages. Consecutive turns of the same role are merged."""
-    turns: list[dict[str, str]] = []
-    _, *parts = TURN.split(dialogue)
-    for who, said in zip(parts[::2], parts[1::2], strict=True):
-        role = ROLE_OF_SPEAKER[who.lower()]
-        if turns and turns[-1]["role"] == role:
-            turns[-1]["content"] += f"\n\n{said.strip()}"
-        else:
-            turns.append({"role": role, "content": said.strip()})
-    return turns
-
-
-def _prompts_differ(row: SourceRow) -> RowError:
-    message = "chosen and rejected do not answer the same conversation."
-    return RowError(row.place, "prompts differ", message, kind="filtered")
-
-
-def _from_conversations(row: SourceRow, chosen_key: str, rejected_key: str) -> Preference:
-    """Make a preference from two conversations. The prompt is their common beginning. The turns after it are the completions.
-
-    Both completions begin with an assistant turn. Example, with the completions in brackets:
-
-    chosen    user assistant user [assistant]
-    rejected  user assistant user [assistant tool assistant]
-    """
-    keys = (chosen_key, rejected_key)
-    both = [messages_of(field_of(row.value, key, row), row, key, allowed="a list of messages") for key in keys]
-    for key, messages in zip(keys, both, strict=True):
-        if messages[-1].role != "assistant":
-            message = f"{key} ends in a {messages[-1].role} turn; it must end in an assistant turn."
-            raise RowError(row.place, "wrong roles", message)
-    split = _length_of_prompt(*both)
-    if split == 0 or any(message.role == "user" for messages in both for message in messages[split:]):
-        raise _prompts_differ(row)
-    answers = [as_answer(messages[split:], row, key) for key, messages in zip(keys, both, strict=True)]
-    return checked(Preference(both[0][:split], _chosen_and_rejected(row, answers), row.place))
-
-
-def _length_of_prompt(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> int:
-    most = min(len(chosen), len(rejected)) - 1
-    common = next((i for i in range(most) if chosen[i] != rejected[i]), most)
-    while common and not chosen[common].role == rejected[common].role == "assistant":
-        common -= 1
-    return common
-
-
-def _from_sharegpt(turn: Any, row: SourceRow, where: str) -> dict[str, Any]:
-    if not isinstance(turn, Mapping):
-        raise RowError(row.place, "wrong type", f"{where}: {kind_of(turn)}, not a turn with from and value.")
-    who, said = (field_of(turn, key, row, f"{where}.") for key in ("from", "value"))
-    if not isinstance(who, str) or who not in ROLE_OF_SPEAKER:
-        raise RowError(row.place, "unknown role", f"{where}.from: {who!r} is not one of {', '.join(ROLE_OF_SPEAKER)}.")
-    return {"role": ROLE_OF_SPEAKER[who], "content": said}
+def _not_a_pair(row: SourceRow, keys: DatasetFields) -> tuple[str, str] | None:
+    """Return a reason and a message about a row that is known to be something else than a preference, or None."""
+    one = next((key for key in ONE_COMPLETION if key in row.value), None)
+    label = next(
+        (key for key in UNPAIRED_LABELS if str(row.value.get(key)).lower() in ("true", "false", "0", "1")), None
+    )
+    if one and label:
+        return "unpaired", (
+            f"an unpaired row (as for KTO): one completion, {one}, and its label, {label}. Training needs pairs: a chosen and "
+            "a rejected completion for each prompt."
+        )
+    if {"message_id", "parent_id", "role", "text"} <= row.value.keys():
+        return "not a tree", (
+            "one message of an Open Assistant tree. Use the file of trees (for example "
+            "2023-04-12_oasst_ready.trees.jsonl.gz), in which each row is a tree."
+        )
+    if sides := completion_keys(tuple(row.value)):
+        missing = keys.label_key is not None and keys.label_key not in row.value
+        what = f"key {keys.label_key}, which label_key names" if missing else "known label or prompt"
+        return "missing key", (
+            f"two completions, {' and '.join(sides)}, but no {what}. Keys found: {listed(row.value)}. Set "
+            "data.train.label_key to the key of the label, and prompt_key to that of the prompt."
+        )
+    return None

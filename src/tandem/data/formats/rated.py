@@ -1,24 +1,36 @@
 """Reads rows with two or more completions, each with a rank or a score, or in a list of correct ones, as Preferences."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from tandem.config.sections.datasets import DatasetFields
+from tandem.data.formats.conversations import dialogue_turns
 from tandem.data.formats.preference import (
     Completion,
     Preference,
+    TextOrMessages,
     checked,
     completion_of,
     describe,
+    ended_before_answer,
     field_of,
+    messages_of,
     prompt_of,
     score_of,
+    text_of,
 )
 from tandem.data.read.sources import RowError, SourceRow
 
 SCORE_KEYS = ("score", "reward", "overall_score")
 TEXT_KEYS = ("completion", "response", "text", "content")
-LIST_KEYS = ("completions", "responses")
+# The keys of a list of completions, and those of a separate list with their scores.
+SCORES_OF = {"completions": ("scores",), "responses": ("scores",), "generations": ("scores", "ratings", "rating")}
+LIST_KEYS = tuple(SCORES_OF)
+# UltraFeedback's mean of the ratings in `annotations`.
+MEAN_RATING = "fine-grained_score"
+OASST_ROLES = {"prompter": "user", "assistant": "assistant"}
 
 
 def ranked(row: SourceRow, keys: DatasetFields) -> Preference:
@@ -27,15 +39,46 @@ def ranked(row: SourceRow, keys: DatasetFields) -> Preference:
     Lower ranks are better.
     """
     given = _completion_list(row, "completions", '{"rank": 0, "completion": "Yes."}')
+    completions = _with_ranks(row, given, "completions", "completion")
+    return checked(Preference(prompt_of(row, "context"), completions, row.place))
+
+
+def nectar(row: SourceRow, keys: DatasetFields) -> Preference:
+    """Read a Nectar row: `prompt`, a text or a dialogue that ends in "Assistant:", and `answers` with {answer, rank}.
+
+    Lower ranks are better.
+    """
+    completions = _with_ranks(
+        row, _completion_list(row, "answers", '{"answer": "Yes.", "rank": 1}'), "answers", "answer"
+    )
+    return checked(Preference(_dialogue_prompt(row, keys.prompt_key), completions, row.place))
+
+
+def has_ranks(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(item, Mapping) and "rank" in item for item in value)
+
+
+def _dialogue_prompt(row: SourceRow, key: str) -> TextOrMessages:
+    """Return a prompt. If it is the text of a dialogue, "Human: Q Assistant:", return its turns."""
+    prompt = prompt_of(row, key)
+    text = f"\n\n{prompt.strip()}" if isinstance(prompt, str) else ""
+    if not text.startswith("\n\nHuman:") or not text.endswith("\n\nAssistant:"):
+        return prompt
+    turns = dialogue_turns(text.removesuffix("\n\nAssistant:"))
+    return ended_before_answer(messages_of(turns, row, key), row, key)
+
+
+def _with_ranks(row: SourceRow, given: list[Any], key: str, text_key: str) -> tuple[Completion, ...]:
+    """Read completions {rank, TEXT_KEY}, with scores if they have them."""
     completions = []
     for i, item in enumerate(given):
-        where = f"completions[{i}]"
+        where = f"{key}[{i}]"
         rank = float_to_int(field_of(item, "rank", row, f"{where}."))
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
             raise RowError(row.place, "bad rank", f"{where}.rank: {rank!r} is not a rank. Ranks are integers from 0.")
-        text = completion_of(row, field_of(item, "completion", row, f"{where}."), f"{where}.completion")
+        text = completion_of(row, field_of(item, text_key, row, f"{where}."), f"{where}.{text_key}")
         completions.append(Completion(text, rank, _score(item, row, where)))
-    return checked(Preference(prompt_of(row, "context"), tuple(completions), row.place))
+    return tuple(completions)
 
 
 def float_to_int(number: Any) -> Any:
@@ -54,18 +97,19 @@ def scored(row: SourceRow, keys: DatasetFields) -> Preference:
     there = [name for name in LIST_KEYS if name in row.value] or LIST_KEYS
     key = next((name for name in there if has_scores(row.value, name)), there[0])
     like = '{"completion": "Yes.", "score": 1}'
-    given = _completion_list(row, key, like, texts=row.value.get("scores") is not None)
+    given = _completion_list(row, key, like, texts=_scores_key(row.value, key) is not None)
     separate = _separate_scores(row, key, len(given))
     answers = []
     for i, item in enumerate(given):
         where = f"{key}[{i}]"
-        own = _score(item, row, where, SCORE_KEYS) if isinstance(item, Mapping) else None
+        own = _own_score(item, row, where) if isinstance(item, Mapping) else None
         if own is None and separate is None:
             raise RowError(
                 row.place, "missing key", f"{where} has no score (or reward). Add one, or remove the completion."
             )
         if own is not None and separate is not None and own != separate[i]:
-            message = f"{where}: its score is {own:g}, but scores[{i}] is {separate[i]:g}. Remove one of them."
+            name = f"{_scores_key(row.value, key)}[{i}]"
+            message = f"{where}: its score is {own:g}, but {name} is {separate[i]:g}. Remove one of them."
             raise RowError(row.place, "bad score", message)
         score = own if separate is None else separate[i]
         text, name = item, where
@@ -99,37 +143,45 @@ def has_scores(row: Mapping[str, Any], key: str) -> bool:
     items = row.get(key)
     if not isinstance(items, list) or not items:
         return False
-    if isinstance(row.get("scores"), list):
+    if isinstance(row.get(_scores_key(row, key) or ""), list):
         return all(isinstance(item, str | list | Mapping) for item in items)
-    return all(isinstance(item, Mapping) and any(name in item for name in SCORE_KEYS) for item in items)
+    names = (*SCORE_KEYS, MEAN_RATING, "annotations")
+    return all(isinstance(item, Mapping) and any(name in item for name in names) for item in items)
 
 
 def _prompt_key(row: SourceRow, keys: DatasetFields) -> str:
     """Return the key that holds the prompt.
 
-    If prompt_key is not configured, and the row has `instruction` but no `prompt`, return `instruction`.
+    If prompt_key is not configured, and the row has `instruction` or `input` but no `prompt`, return that key.
     """
     is_default = keys.prompt_key == DatasetFields.model_fields["prompt_key"].default
-    return "instruction" if is_default and "prompt" not in row.value and "instruction" in row.value else keys.prompt_key
+    others = [key for key in ("prompt", "instruction", "input") if key in row.value]
+    return others[0] if is_default and others else keys.prompt_key
+
+
+def _scores_key(row: Mapping[str, Any], key: str) -> str | None:
+    """Return the key of a separate list with the scores of the completions under `key`, or None if the row has none."""
+    return next((name for name in SCORES_OF[key] if row.get(name) is not None), None)
 
 
 def _separate_scores(row: SourceRow, key: str, count: int) -> list[float] | None:
     """Return the list `scores`, or None if the row has no such list. Raise a RowError unless it has one score per completion."""
-    given = row.value.get("scores")
-    if given is None:
+    name = _scores_key(row.value, key)
+    if name is None:
         return None
+    given = row.value[name]
     if not isinstance(given, list):
         raise RowError(
-            row.place, "wrong type", f"scores: {describe(given)}, not a list with a score for each of {key}."
+            row.place, "wrong type", f"{name}: {describe(given)}, not a list with a score for each of {key}."
         )
     if len(given) != count:
         raise RowError(
-            row.place, "bad score", f"scores: {len(given)} scores for {count} {key}. Give one score for each."
+            row.place, "bad score", f"{name}: {len(given)} scores for {count} {key}. Give one score for each."
         )
-    scores = [score_of(value, row, f"scores[{i}]") for i, value in enumerate(given)]
+    scores = [score_of(value, row, f"{name}[{i}]") for i, value in enumerate(given)]
     missing = next((i for i, score in enumerate(scores) if score is None), None)
     if missing is not None:
-        raise RowError(row.place, "null", f"scores[{missing}] is null. Give it a value.")
+        raise RowError(row.place, "null", f"{name}[{missing}] is null. Give it a value.")
     return [score for score in scores if score is not None]
 
 
@@ -151,6 +203,21 @@ def _completion_list(row: SourceRow, key: str, like: str, *, texts: bool = False
     return given
 
 
+def _own_score(item: Mapping[str, Any], row: SourceRow, where: str) -> float | None:
+    """Return the score of a completion. Without one, return the mean of its ratings, which UltraFeedback gives."""
+    own = _score(item, row, where, SCORE_KEYS)
+    if own is None:
+        own = score_of(item.get(MEAN_RATING), row, f"{where}.{MEAN_RATING}")
+    annotations = item.get("annotations")
+    if own is not None or not isinstance(annotations, Mapping):
+        return own
+    ratings = []
+    for aspect in annotations.values():
+        with suppress(KeyError, TypeError, ValueError, OverflowError):  # N/A
+            ratings.append(float(aspect["Rating"]))
+    return score_of(sum(ratings) / len(ratings), row, f"{where}.annotations") if ratings else None
+
+
 def _score(
     item: Mapping[str, Any], row: SourceRow, where: str, names: tuple[str, ...] = ("score", "reward")
 ) -> float | None:
@@ -162,3 +229,112 @@ def _score(
             message = f"{where}: {first} is {score:g}, but {other} is {value:g}. Remove one of them."
             raise RowError(row.place, "bad score", message)
     return score
+
+
+def webgpt(row: SourceRow, keys: DatasetFields) -> Preference:
+    """Read a row of WebGPT comparisons: `question`, `answer_0`, `answer_1`, and their scores `score_0` and `score_1`.
+
+    The answer with the higher score is better. Equal scores are a tie.
+    """
+    question = field_of(row.value, "question", row)
+    if isinstance(question, Mapping):
+        prompt: TextOrMessages = text_of(row, field_of(question, "full_text", row, "question."), "question.full_text")
+    else:
+        prompt = prompt_of(row, "question")
+    answers = [completion_of(row, field_of(row.value, key, row), key) for key in ("answer_0", "answer_1")]
+    scores = [score_of(field_of(row.value, key, row), row, key) or 0.0 for key in ("score_0", "score_1")]
+    completions = tuple(Completion(answers[i], int(scores[i] < scores[1 - i]), scores[i]) for i in (0, 1))
+    return checked(Preference(prompt, completions, row.place))
+
+
+def summarize_from_feedback(row: SourceRow, keys: DatasetFields) -> Preference:
+    """Read a comparison of summarize_from_feedback: `info` about the post or article, two `summaries`, and `choice`.
+
+    `choice` is the index of the better summary. The prompt is the post with its title and subreddit, and ends in "TL;DR:".
+    """
+    info = field_of(row.value, "info", row)
+    if not isinstance(info, Mapping):
+        raise RowError(row.place, "wrong type", f"info: {describe(info)}, not an object with a post or an article.")
+    summaries = _completion_list(row, "summaries", '{"text": "Short."}')
+    choice = float_to_int(field_of(row.value, "choice", row))
+    if not isinstance(choice, int) or isinstance(choice, bool) or not 0 <= choice < len(summaries):
+        message = f"choice: {choice!r} is not the index of one of {len(summaries)} summaries."
+        raise RowError(row.place, "bad label", message)
+    texts = [
+        text_of(row, field_of(summary, "text", row, f"summaries[{i}]."), f"summaries[{i}].text").strip()
+        for i, summary in enumerate(summaries)
+    ]
+    completions = tuple(Completion(text, int(i != choice)) for i, text in enumerate(texts))
+    return checked(Preference(_post(row, info), completions, row.place))
+
+
+def _post(row: SourceRow, info: Mapping[str, Any]) -> str:
+    """Return the prompt of a comparison of summaries. An article of a newspaper has no subreddit."""
+    labels = {"subreddit": "SUBREDDIT: r/", "title": "TITLE: ", "post": "POST: ", "article": ""}
+    given = {name: text_of(row, info[name], f"info.{name}") for name in labels if info.get(name) is not None}
+    if not any(given.get(name, "").strip() for name in ("post", "article")):
+        raise RowError(row.place, "empty prompt", "info has no post and no article.")
+    parts = [f"{labels[name]}{text.strip()}" for name, text in given.items() if text.strip()]
+    return "\n\n".join([*parts, "TL;DR:"])
+
+
+def is_tree(value: Any) -> bool:
+    return isinstance(value, Mapping) and "replies" in value
+
+
+def oasst_tree(row: SourceRow, keys: DatasetFields) -> Preference:
+    """Read a tree of Open Assistant: `prompt` is a message {role, text, replies}, and `message_tree_id` its name.
+
+    The completions are the first replies of the assistant of which two or more have a rank; lower ranks are better. In a
+    file, each prompt of a tree with ranked replies becomes a preference.
+    """
+    tree = next(split_tree(row, keys))
+    turns, node = [], tree.value[keys.prompt_key]
+    while True:
+        where = f"{keys.prompt_key}{'.replies[...]' * len(turns)}"
+        turns.append({"role": _oasst_role(node, row, where), "content": field_of(node, "text", row, f"{where}.")})
+        replies = node["replies"]
+        if len(replies) > 1:
+            break
+        (node,) = replies
+    prompt = ended_before_answer(messages_of(turns, row, keys.prompt_key), row, keys.prompt_key)
+    completions = [{"rank": reply["rank"], "text": reply.get("text")} for reply in replies]
+    return checked(Preference(prompt, _with_ranks(row, completions, "replies", "text"), row.place))
+
+
+def split_tree(row: SourceRow, keys: DatasetFields) -> Iterator[SourceRow]:
+    """Yield a row for each prompt of a tree with two or more ranked replies: the turns that lead to it, and its replies.
+
+    Raise a RowError if there is no such prompt.
+    """
+    root = field_of(row.value, keys.prompt_key, row)
+    if not isinstance(root, Mapping):
+        raise RowError(row.place, "wrong type", f"{keys.prompt_key}: {describe(root)}, not a message with replies.")
+    pending: list[tuple[Mapping[str, Any], ...]] = [(root,)]  # paths from the root to a message
+    found = False
+    while pending:
+        path = pending.pop()
+        given = path[-1].get("replies")
+        replies = [one for one in given if isinstance(one, Mapping)] if isinstance(given, list) else []
+        ranked_replies = [
+            {**reply, "replies": []}
+            for reply in replies
+            if reply.get("role") == "assistant" and reply.get("rank") is not None and not reply.get("deleted")
+        ]
+        if len(ranked_replies) > 1:
+            found = True
+            branch: list[Any] = ranked_replies
+            for message in reversed(path):
+                branch = [{**message, "replies": branch}]
+            yield replace(row, value={**row.value, keys.prompt_key: branch[0]})
+        pending += [(*path, reply) for reply in reversed(replies)]
+    if not found:
+        message = "no message of the tree has two or more replies of the assistant with a rank."
+        raise RowError(row.place, "no ranked replies", message, kind="filtered")
+
+
+def _oasst_role(node: Mapping[str, Any], row: SourceRow, where: str) -> str:
+    role = field_of(node, "role", row, f"{where}.")
+    if not isinstance(role, str) or role not in OASST_ROLES:
+        raise RowError(row.place, "unknown role", f"{where}.role: {role!r} is not one of {', '.join(OASST_ROLES)}.")
+    return OASST_ROLES[role]

@@ -24,9 +24,9 @@ def with_columns(preference: Preference, row: SourceRow, keys: DatasetFields) ->
     to the preference and later reported to the user.
     """
     unread = tuple(map(unread_note, unread_columns(row, keys)))
-    if not keys.columns and not unread:
+    if not keys.number_columns and not unread:
         return preference
-    columns = {name: _value(name, key, row) for name, key in keys.columns.items()}
+    columns = {name: _value(name, key, row) for name, key in keys.number_columns.items()}
     return replace(preference, columns=columns, notes=(*preference.notes, *unread))
 
 
@@ -42,7 +42,11 @@ def unread_columns(row: SourceRow, keys: DatasetFields) -> Iterator[str]:
     """Yield the optional columns for which the row has a value, but which are not configured."""
     for column in OPTIONAL_COLUMNS:
         given = row.value.get(column.name)
-        if column.name not in keys.columns and column.name not in keys.columns.values() and given not in (None, ""):
+        if (
+            column.name not in keys.number_columns
+            and column.name not in keys.number_columns.values()
+            and given not in (None, "")
+        ):
             yield column.name
 
 

@@ -12,7 +12,19 @@ from tandem.data.read.json_array import DuplicateKey, decode
 from tandem.errors import DataError
 
 # Columns that always hold a list.
-LIST_COLUMNS = ("completions", "responses", "scores", "conversations", "output")
+LIST_COLUMNS = (
+    *(
+        "completions",
+        "responses",
+        "generations",
+        "scores",
+        "ratings",
+        "conversations",
+        "output",
+        "answers",
+        "summaries",
+    ),
+)
 OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 PYTHON_LIST = re.compile(r"\s*(array\()?\[\s*\{\s*'")
 XLS_MAGIC = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"  # the first bytes of an .xls file

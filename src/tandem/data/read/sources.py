@@ -43,10 +43,11 @@ PAIR_SCORE_KEYS = (
     ("chosen_reward", "rejected_reward"),
     ("score_chosen", "score_rejected"),
     ("chosen_score", "rejected_score"),
+    *(("chosen_rating", "rejected_rating"), ("chosen-rating", "rejected-rating"), ("rating_chosen", "rating_rejected")),
 )
 ANY_SCORE = frozenset(chain.from_iterable(PAIR_SCORE_KEYS))
 # Columns of csv files that are parsed as numbers.
-CSV_NUMBERS = (*chain.from_iterable(PAIR_SCORE_KEYS), "overall_preference")
+CSV_NUMBERS = (*ANY_SCORE, "overall_preference", "preference_strength", "choice", "score_0", "score_1")
 
 
 class RowError(Exception):

@@ -141,7 +141,7 @@ def _find_or_make(request: _Request) -> TokenStore:
         )
     made_of = {
         "sources": [[file.name, str(file.path.resolve()), content_of(file.path)] for file in files],
-        "settings": [keys.dataset_name, keys.prompt_key, keys.chosen_key, keys.rejected_key],
+        "settings": [keys.dataset_name, keys.prompt_key, keys.chosen_key, keys.rejected_key, *keys.paths_and_labels],
         "wording": [wording.prompt, wording.system],
         "limits": request.limits,
         "text": _text_fingerprints(processes),
@@ -149,8 +149,8 @@ def _find_or_make(request: _Request) -> TokenStore:
     if is_user_function(keys.dataset_name):
         made_of["code"] = known_function(keys.dataset_name).digest
     tokens_fingerprint = fingerprint(FORMAT_VERSION, made_of)
-    if keys.columns:
-        made_of["columns"] = keys.columns
+    if keys.number_columns:
+        made_of["columns"] = keys.number_columns
     name = fingerprint(FORMAT_VERSION, made_of)
     folder = cache_dir() / "tokens" / name
     if not folder.is_dir():
@@ -161,7 +161,9 @@ def _find_or_make(request: _Request) -> TokenStore:
             facts |= {"format": recipe.format_name, "format_reason": format_reason}
             _refuse_changed(files, made_of)
             # With a bad value in an optional column, its row is left out, so the tokens differ too.
-            if keys.columns and not any(refused_as(column) in facts["counts"]["bad"] for column in keys.columns):
+            if keys.number_columns and not any(
+                refused_as(column) in facts["counts"]["bad"] for column in keys.number_columns
+            ):
                 facts["tokens_fingerprint"] = tokens_fingerprint
             write_manifest(aside, format_version=FORMAT_VERSION, fingerprint=name, made_of=made_of, **facts)
     return open_cached_store(folder)
@@ -193,7 +195,7 @@ def _tokenize_files(request: _Request, files: list[SourceFile], recipe: Recipe, 
     chunks = _chunks(files, request.progress, request.data.max_expansion)
     rejects_bytes = max(REJECTS_BYTES, sum(file.path.stat().st_size for file in files))
     results = request.processes.tokenize(recipe, chunks, _num_workers(request.data, files))
-    return write_store(results, folder, rejects_bytes, request.keys.columns)
+    return write_store(results, folder, rejects_bytes, request.keys.number_columns)
 
 
 def _refuse_changed(files: list[SourceFile], made_of: dict[str, Any]) -> None:

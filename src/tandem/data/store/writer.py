@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import chain, islice
@@ -16,8 +17,10 @@ from numpy.typing import NDArray
 
 from tandem.config.sections.datasets import MAX_EXPANSION, DatasetFields
 from tandem.data.formats.formats import NOTHING_FITS, detect_format, read_preference
+from tandem.data.formats.paths import with_paths
 from tandem.data.formats.preference import Preference
 from tandem.data.formats.prompt_files import Wording
+from tandem.data.formats.rated import split_tree
 from tandem.data.formats.row_columns import with_columns
 from tandem.data.formats.user_formats import converted
 from tandem.data.read.files import SourceFile
@@ -79,15 +82,28 @@ class Recipe:
         result = ChunkResult()
         if chunk.has_bom:
             result.note("byte-order mark at the start of a file", chunk.file)
-        rows = self._tokenized(template, _numbered_rows(chunk), result, monitor)
+        rows = self._tokenized(template, self._split_trees(_numbered_rows(chunk)), result, monitor)
         return accept_rows(
             rows,
             result,
             max_length=self.max_length,
             overlong=self.overlong,
             default_scores=self.default_scores,
-            columns=tuple(self.keys.columns),
+            columns=tuple(self.keys.number_columns),
         )
+
+    def _split_trees(
+        self, rows: Iterator[tuple[int, SourceRow | RowError]]
+    ) -> Iterator[tuple[int, SourceRow | RowError]]:
+        """Yield the rows. In place of a tree of Open Assistant, yield a row for each of its prompts with ranked replies."""
+        for number, row in rows:
+            if self.format_name != "oasst_tree" or isinstance(row, RowError):
+                yield number, row
+                continue
+            try:
+                yield from ((number, one) for one in split_tree(row, self.keys))
+            except RowError as error:
+                yield number, error
 
     def _tokenized(
         self,
@@ -141,9 +157,9 @@ class Recipe:
         if isinstance(row, RowError):
             return row
         try:
-            row, name = converted(row, self.format_name)
-            preference = read_preference(row, self.keys, name, self.wording)
-            preference = with_columns(preference, row, self.keys)
+            read, name = converted(with_paths(row, self.keys), self.format_name)
+            preference = read_preference(read, self.keys, name, self.wording)
+            preference = with_columns(preference, row if self.keys.columns else read, self.keys)
             return render(preference, template, self.pairing)
         except RowError as error:
             return error
@@ -310,8 +326,12 @@ def format_of(files: list[SourceFile], keys: DatasetFields, max_expansion: float
     chunks = (chunk for file in files for chunk in read_chunks(file.path, file.name, 1, max_expansion))
     rows = (row for chunk in chunks for row in rows_of(chunk) if isinstance(row, SourceRow))
     for row in islice(rows, MAX_ROWS_TRIED):
-        name, reason = found = detect_format(row, keys)
-        if found != NOTHING_FITS:
+        with suppress(RowError):
+            name, reason = found = detect_format(with_paths(row, keys), keys)
+            if found == NOTHING_FITS:
+                continue
+            if keys.columns:
+                return name, "by the paths of data.*.columns"
             return name, f"{reason} of {row.place}" if len(files) > 1 or row.line > 1 else reason
     return NOTHING_FITS
 
