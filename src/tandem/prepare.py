@@ -219,10 +219,10 @@ def training_arguments(loaded: LoadedConfig, found: Preflight, output: Path) -> 
     }
     arguments = [override(key, value) for key, value in asked.items() if key not in given] + list(overrides)
     # Loaded again with these arguments, because the default batch size depends on the data.
-    changed_config = load_config(loaded.file, arguments, loaded.sent_variables).config
+    changed_config = load_config(loaded.file, arguments, loaded.sent_variables, from_format=loaded.from_format).config
     if found.num_pairs < changed_config.policy.train_global_batch_size:
         arguments = with_override(arguments, "policy.train_global_batch_size", suggested_batch_size(found.num_pairs))
-    return [*(["--config", loaded.file, *loaded.options] if loaded.file else []), *arguments]
+    return [*loaded.source, *arguments]
 
 
 def _pack_set(store: Preferences, config: Config, pack_sizes: Sequence[int]) -> list[tuple[Packer, Bins]]:

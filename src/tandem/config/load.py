@@ -16,15 +16,16 @@ from tandem.config.code import load_named_functions
 from tandem.config.compat.interpolation import resolved
 from tandem.config.compat.records import Translation
 from tandem.config.compat.suggest import describe_unknown_key
+from tandem.config.compat.table import load_table
 from tandem.config.compat.table import origins as known_origins
-from tandem.config.compat.translate import OWN_FORMAT, recognise, translate
+from tandem.config.compat.translate import OWN_FORMAT, recognise, start_without_file, translate
 from tandem.config.environment import Place, as_written, check_sent_variables, interpolations, limited_resolution
 from tandem.config.keys import all_keys, key_names
 from tandem.config.losses import join_names
 from tandem.config.schema import Config
 from tandem.config.sections.datasets import DatasetFields
 from tandem.config.sections.section import EMBEDDED, expand_home
-from tandem.config.source.files import TreeAndOrigins, merge, read_file
+from tandem.config.source.files import TreeAndOrigins, merge, read_file, refuse_groups
 from tandem.config.source.overrides import Change, changes_in, parse_change
 from tandem.config.source.yaml_text import to_yaml
 from tandem.config.validation import GIVEN_BY_USER, flatten, origin_of, validate
@@ -50,6 +51,7 @@ class LoadedConfig:
     sent_variables: tuple[str, ...] = ()  # environment variables that are sent to trackers or the hub
     allows_code: bool = False  # whether the file may name Python code
     translation: Translation | None = None  # if the file was written for another trainer
+    from_format: str | None = None  # the trainer that it was written for, if given
     secrets: Secrets = field(default_factory=Secrets, repr=False, compare=False)  # values to hide in messages
 
     @property
@@ -70,6 +72,12 @@ class LoadedConfig:
         """The --allow-env and --allow-code options that a command needs if it reads this configuration from a file."""
         code = ["--allow-code"] if self.config.run.code else []
         return [*code, *(part for name in self.sent_variables for part in ("--allow-env", name))]
+
+    @property
+    def source(self) -> list[str]:
+        """The arguments of a command that reads the same configuration, except the overrides."""
+        file = ["--config", self.file, *self.options] if self.file else []
+        return [*file, *(["--from-format", self.from_format] if self.from_format else [])]
 
     def as_yaml(self) -> str:
         """Return the resolved configuration as YAML. Values from the environment are shown as interpolations, ${...}.
@@ -110,12 +118,15 @@ def load_config(
     changes = [
         change for one in given for change in (changes_in(one) if isinstance(one, Mapping) else [parse_change(one)])
     ]
-    tree, origins = read_file(Path(expand_home(file))) if file else _start_without_file(changes)
+    _check_format(from_format)
+    tree, origins = read_file(Path(expand_home(file))) if file else _start_without_file(changes, from_format)
     for change in changes:
         _apply(change, tree, origins)
     translation = _translated(tree, origins, from_format) if file or from_format else None
     if translation is not None:
         tree, origins = translation.tree, translation.origins
+    else:
+        refuse_groups(tree, origins)
     from_environment = as_written(tree)
     everything = _with_defaults(tree)
     with _one_line_errors(), limited_resolution():
@@ -137,17 +148,23 @@ def load_config(
         sent_variables=check_sent_variables(config, found, from_files, allow_env),
         allows_code=allow_code,
         translation=translation,
+        from_format=from_format,
         secrets=SECRETS.copy(),
     )
 
 
 def _translated(tree: dict[str, Any], origins: dict[str, str], from_format: str | None) -> Translation | None:
     """Return the translation of another trainer's configuration, or None if it is tandem's own."""
+    origin = from_format or recognise(tree)
+    if origin in (None, OWN_FORMAT):
+        return None
+    return translate(origin, resolved(tree, load_table(origin).absent), origins)
+
+
+def _check_format(from_format: str | None) -> None:
     known = (OWN_FORMAT, *known_origins())
     if from_format not in (None, *known):
         raise ConfigError(f"--from-format {from_format}: not a known format. Give {join_names(known, 'or')}.")
-    origin = from_format or recognise(tree)
-    return None if origin in (None, OWN_FORMAT) else translate(origin, resolved(tree), origins)
 
 
 def require_training_set(config: Config) -> None:
@@ -175,7 +192,9 @@ def _setting_that_needs_training_set(config: Config) -> str | None:
     return None if "train" in data.model_fields_set else given
 
 
-def _start_without_file(changes: list[Change]) -> TreeAndOrigins:
+def _start_without_file(changes: list[Change], from_format: str | None) -> TreeAndOrigins:
+    if from_format not in (None, OWN_FORMAT):
+        return start_without_file(from_format)
     # The learning rate of the embedded default is for a tiny random model, so it must not apply to other models:
     # the embedded default is used only if neither a model nor data is given.
     keys = [change.key for change in changes]

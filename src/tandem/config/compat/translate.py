@@ -11,6 +11,7 @@ from tandem.config.compat.suggest import suggestion
 from tandem.config.compat.table import Case, Table, load_table, origins
 from tandem.config.keys import all_keys, key_names
 from tandem.config.losses import join_names
+from tandem.config.source.files import DEFAULTS
 from tandem.config.validation import GIVEN_BY_USER, flatten, origin_of
 from tandem.errors import ConfigError
 
@@ -58,6 +59,12 @@ def translate(origin: str, tree: dict[str, Any], places: Mapping[str, str]) -> T
     )
 
 
+def start_without_file(origin: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values that the trainer reads from its own file if none is given, and where they are set."""
+    table = load_table(origin)
+    return nested(table.without_file), dict.fromkeys(table.without_file, f"{table.name}'s own configuration")
+
+
 def is_own_key(key: str) -> bool:
     """Whether a key is in tandem's schema, or below one of its keys that take a mapping."""
     return key in key_names() or key.startswith(_mapping_keys())
@@ -83,12 +90,17 @@ def _outcome(table: Table, key: str, value: Any, given: Given) -> Outcome:
                 return no_effect(case.argument)
             case "refused":
                 return refused(case.argument)
+            case "option":
+                shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+                return Outcome("translated", note=case.note, options={case.argument: shown})
             case "rule":
                 return _by_rule(case.argument, key, value, given)
             case _:
                 return _renamed(key, value, case)
     if is_own_key(key):
         return Outcome("same", {key: value})
+    if key == DEFAULTS:
+        return no_effect("It chooses groups of Hydra's configuration, which only that trainer has.")
     hint = suggestion(key)
     return refused(f"{table.name} has no such key that tandem knows.{f' {hint}' if hint else ''} Remove it.")
 
