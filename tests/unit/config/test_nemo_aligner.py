@@ -231,6 +231,15 @@ def test_data_may_be_a_mapping_a_list_or_a_path(load, tmp_path):
     assert sets_of(["a.jsonl"], model__data__splits_string="90,10,0").validation_share == 0.1
 
 
+def test_a_list_of_files_and_a_field_of_one_of_them_are_refused_together(load, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        load("data.train.split=part", "model.data.data_prefix.train=[a.jsonl,b.jsonl]")
+    assert str(error.value) == (
+        "command line: model.data.data_prefix.train and data.train.split of NeMo Aligner both set data.train here. Remove one "
+        "of them."
+    )
+
+
 def test_the_checkpoint_metric_needs_a_validation_set(load):
     assert load("model.data.data_prefix=a.jsonl").config.checkpointing.metric_name is None
     found = load(

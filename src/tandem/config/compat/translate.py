@@ -44,6 +44,7 @@ def translate(origin: str, tree: dict[str, Any], places: Mapping[str, str]) -> T
         for key, value in row.outcome.settings.items():
             _check_agreement(table.name, key, value, settings, set_by, given, row)
             settings[key], set_by[key] = value, row.key
+    _check_sections(table.name, settings, set_by, given)
     rows += [
         TranslatedKey(key, value, Outcome("default", {key: value}))
         for key, value in table.defaults.items()
@@ -139,6 +140,18 @@ def _check_agreement(
         f"{given.origins[row.key]}: {other} and {row.key} of {name} both set {key} here, to "
         f"{json.dumps(settings[key])} and {json.dumps(value)}. Remove one of them."
     )
+
+
+def _check_sections(name: str, settings: Mapping[str, Any], set_by: Mapping[str, str], given: Given) -> None:
+    """Raise ConfigError if one key sets a value here, and another a part of that value."""
+    for key in settings:
+        *above, _ = key.split(".")
+        sections = (".".join(above[:end]) for end in range(1, len(above) + 1))
+        if section := next((one for one in sections if one in settings and not isinstance(settings[one], dict)), None):
+            raise ConfigError(
+                f"{given.origins[set_by[key]]}: {set_by[section]} and {set_by[key]} of {name} both set {section} here. Remove "
+                "one of them."
+            )
 
 
 def _refusal(name: str, problems: list[TranslatedKey], given: Given) -> str:
