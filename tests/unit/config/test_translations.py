@@ -63,6 +63,20 @@ def test_every_key_is_of_one_kind_and_none_is_missing(origin, data):
 
 
 @pytest.mark.parametrize("origin", origins())
+@pytest.mark.parametrize("value", [None, True, 0, 1, 0.5, "x", ["a"], {"a": 1}], ids=repr)
+def test_each_key_of_a_table_is_in_the_result_or_in_the_message(origin, value):
+    for written in load_table(origin).keys:
+        tree = nested({written.replace(".**", ".inner.leaf").replace("*", "name"): value})
+        (key,) = flatten(tree)
+        try:
+            rows = translate(origin, tree, {key: "theirs.yaml"}).rows
+        except ConfigError as error:
+            assert f"theirs.yaml: {key} = " in str(error)
+        else:
+            assert [row.key for row in rows if row.kind != "default"] == [key]
+
+
+@pytest.mark.parametrize("origin", origins())
 def test_a_table_refers_to_keys_rules_and_options_that_exist(origin):
     table = load_table(origin)
     for cases in table.keys.values():
