@@ -521,3 +521,39 @@ def test_dropped_duplicates_are_reported_and_not_written(prepare):
         "tandem: error: out/train: prepared with data.duplicates = drop, now keep. Set data.duplicates=drop, or prepare it "
         "again.\n"
     )
+
+
+# The command line of NeMo Aligner's packing script, as in its guide
+SCRIPT = [
+    *("--from-format", "nemo-aligner", "model.data.data_prefix=theirs.jsonl", "+model.encoder_seq_length=24"),
+    *("+tokenizer_path=model", "+tokenizer_type=huggingface", "+output_dir=packed", "+pack_sizes=[256,128]"),
+    *("+packing_algorithm=first_fit_shuffle", "++model.seed=0"),
+]
+
+
+def test_the_arguments_of_nemo_aligners_packing_script_are_translated(prepare):
+    rows = [{"prompt": "p" * n, "chosen_response": "yyy", "rejected_response": "no"} for n in range(2, 21, 2)]
+    write("theirs.jsonl", *rows)
+    code, shown, reported = prepare(*SCRIPT)
+    assert (code, reported) == (0, "")
+    assert "\n  pack_sizes = [256, 128] -> --pack-sizes 256,128  (an option of tandem prepare)\n" in shown
+    assert "\n  packing_algorithm = first_fit_shuffle -> policy.packing.algorithm =" in shown
+    ours = [
+        *("data.train=theirs.jsonl", "policy.max_total_sequence_length=24", "policy.tokenizer.chat_template=null"),
+        *("--output-dir", "ours", "--pack-sizes", "128,256", "--packing-algorithm", "first_fit_shuffle", "--seed", "0"),
+        *("data.default_chosen_reward=1", "data.default_rejected_reward=0"),
+    ]
+    assert prepare(*ours)[0] == 0
+    names = ("tokens.arrow", "packs-128.arrow", "packs-256.arrow")
+    for name in names:
+        assert Path("packed/train", name).read_bytes() == Path("ours/train", name).read_bytes()
+    assert {path.name for path in Path("packed/train").glob("*.arrow")} == set(names)
+
+
+def test_an_option_that_an_argument_of_the_script_also_gives_is_refused(prepare):
+    write("theirs.jsonl", {"prompt": "p", "chosen_response": "yyy", "rejected_response": "no"})
+    code, _, reported = prepare(*SCRIPT, "--output-dir", "mine")
+    assert code == 2
+    assert reported == (
+        "tandem: error: --output-dir mine: a key of NeMo Aligner sets it to packed. Leave out one of them.\n"
+    )

@@ -131,7 +131,11 @@ def _load(
         extra["dpo.preference_loss"] = loss if isinstance(loss, str) else name_function("loss", loss)
     if extra:
         loaded = load_config(
-            loaded.file, [*loaded.given, extra], loaded.sent_variables, allow_code=loaded.allows_code or allow_code
+            loaded.file,
+            [*loaded.given, extra],
+            loaded.sent_variables,
+            allow_code=loaded.allows_code or allow_code,
+            from_format=loaded.from_format,
         )
     return loaded, files
 

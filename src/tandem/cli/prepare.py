@@ -77,6 +77,8 @@ def prepare(
     changes = with_option(changes, "--seed", "run.seed", seed)
     loaded = load_config(config, changes, allow_env or (), allow_code=allow_code, from_format=from_format)
     verbosity: Verbosity = "quiet" if quiet or as_json else "normal"
+    output_dir = _given_once("--output-dir", output_dir, loaded)
+    pack_sizes = _given_once("--pack-sizes", pack_sizes, loaded)
     output, nemo = (Path(folder) if folder else None for folder in (output_dir, to_nemo))
     lengths = _parse_lengths(pack_sizes)
     if from_nemo is not None:
@@ -84,6 +86,28 @@ def prepare(
         _convert_packs(loaded, Path(from_nemo), output, verbosity)
     else:
         _prepare_sets(loaded, lengths, output=output, to_nemo=nemo, verbosity=verbosity, as_json=as_json)
+
+
+def _given_once(option: str, value: str | None, loaded: "LoadedConfig") -> str | None:
+    """Return the value of an option, which a key of another trainer may also give. Raise ConfigError if both do."""
+    if loaded.translation is None or (by_key := loaded.translation.options.get(option)) is None:
+        return value
+    if value is not None:
+        raise ConfigError(
+            f"{option} {value}: a key of {loaded.translation.origin} sets it to {by_key}. Leave out one of them."
+        )
+    return by_key
+
+
+def _show_translation(loaded: "LoadedConfig", reporter: "Reporter") -> None:
+    """Say what became of the keys of another trainer's configuration."""
+    from tandem.config.compat.show import short_lines, summary
+
+    if loaded.translation is None:
+        return
+    reporter.say(f"{summary(loaded.translation, loaded.file)} tandem config --verbose shows every key.")
+    for line in short_lines(loaded.translation):
+        reporter.say(f"  {line}", hang=4)
 
 
 def _refuse_packing(to_nemo: Path | None, lengths: list[int]) -> None:
@@ -128,6 +152,7 @@ def _prepare_sets(
     check_output("--to-nemo", to_nemo)
     check_paths(loaded.config)
     reporter = _announce_loading(verbosity)
+    _show_translation(loaded, reporter)
 
     from tandem import prepare as preparing
 

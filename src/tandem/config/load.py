@@ -16,15 +16,16 @@ from tandem.config.code import load_named_functions
 from tandem.config.compat.interpolation import resolved
 from tandem.config.compat.records import Translation
 from tandem.config.compat.suggest import describe_unknown_key
+from tandem.config.compat.table import load_table
 from tandem.config.compat.table import origins as known_origins
-from tandem.config.compat.translate import OWN_FORMAT, recognise, translate
+from tandem.config.compat.translate import OWN_FORMAT, recognise, start_without_file, translate
 from tandem.config.environment import Place, as_written, check_sent_variables, interpolations, limited_resolution
 from tandem.config.keys import all_keys, key_names
 from tandem.config.losses import join_names
 from tandem.config.schema import Config
 from tandem.config.sections.datasets import DatasetFields
 from tandem.config.sections.section import EMBEDDED, expand_home
-from tandem.config.source.files import TreeAndOrigins, merge, read_file
+from tandem.config.source.files import TreeAndOrigins, merge, read_file, refuse_groups
 from tandem.config.source.overrides import Change, changes_in, parse_change
 from tandem.config.source.yaml_text import to_yaml
 from tandem.config.validation import GIVEN_BY_USER, flatten, origin_of, validate
@@ -74,11 +75,9 @@ class LoadedConfig:
 
     @property
     def file_arguments(self) -> list[str]:
-        """The arguments with which a command reads the same file. Empty if none was given."""
-        if self.file is None:
-            return []
-        named = ["--from-format", self.from_format] if self.from_format else []
-        return ["--config", self.file, *named, *self.options]
+        """The arguments of a command that reads the same configuration, except the overrides."""
+        file = [] if self.file is None else ["--config", self.file, *self.options]
+        return [*file, *([] if self.from_format is None else ["--from-format", self.from_format])]
 
     def with_overrides(self, overrides: Overrides) -> "LoadedConfig":
         """Load the same file with other overrides."""
@@ -124,12 +123,15 @@ def load_config(
     changes = [
         change for one in given for change in (changes_in(one) if isinstance(one, Mapping) else [parse_change(one)])
     ]
-    tree, origins = read_file(Path(expand_home(file))) if file else _start_without_file(changes)
+    _check_format(from_format)
+    tree, origins = read_file(Path(expand_home(file))) if file else _start_without_file(changes, from_format)
     for change in changes:
         _apply(change, tree, origins)
     translation = _translated(tree, origins, from_format) if file or from_format else None
     if translation is not None:
         tree, origins = translation.tree, translation.origins
+    else:
+        refuse_groups(tree, origins)
     from_environment = as_written(tree)
     everything = _with_defaults(tree)
     with _one_line_errors(), limited_resolution():
@@ -158,11 +160,16 @@ def load_config(
 
 def _translated(tree: dict[str, Any], origins: dict[str, str], from_format: str | None) -> Translation | None:
     """Return the translation of another trainer's configuration, or None if it is tandem's own."""
+    origin = from_format or recognise(tree)
+    if origin in (None, OWN_FORMAT):
+        return None
+    return translate(origin, resolved(tree, load_table(origin).absent), origins)
+
+
+def _check_format(from_format: str | None) -> None:
     known = (OWN_FORMAT, *known_origins())
     if from_format not in (None, *known):
         raise ConfigError(f"--from-format {from_format}: not a known format. Give {join_names(known, 'or')}.")
-    origin = from_format or recognise(tree)
-    return None if origin in (None, OWN_FORMAT) else translate(origin, resolved(tree), origins)
 
 
 def require_training_set(config: Config) -> None:
@@ -190,7 +197,9 @@ def _setting_that_needs_training_set(config: Config) -> str | None:
     return None if "train" in data.model_fields_set else given
 
 
-def _start_without_file(changes: list[Change]) -> TreeAndOrigins:
+def _start_without_file(changes: list[Change], from_format: str | None) -> TreeAndOrigins:
+    if from_format not in (None, OWN_FORMAT):
+        return start_without_file(from_format)
     # The learning rate of the embedded default is for a tiny random model, so it must not apply to other models:
     # the embedded default is used only if neither a model nor data is given.
     keys = [change.key for change in changes]

@@ -230,6 +230,45 @@ def test_overrides_may_be_in_their_names_and_in_tandems(load):
     assert both.config.run.seed == 5
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key", "expected"),
+    [
+        (["dpo.sft_loss_weight=0.1"], "dpo.sft_loss_weight", 0.1),
+        (["dpo.preference_average_log_probs=True"], "dpo.sft_average_log_probs", True),  # the file refers to it
+        (['logger.wandb.name="dpo-dev-8-gpu"'], "logger.wandb.name", "dpo-dev-8-gpu"),
+        (["cluster.gpus_per_node=8"], "policy.model_name", "org/model"),
+        (["policy.dtensor_cfg.lora_cfg.enabled=false"], "policy.lora.enabled", False),
+        (["++policy.dtensor_cfg.lora_cfg.dim=4"], "policy.lora.dim", 4),
+        (["++policy.megatron_cfg.use_fused_linear_logprobs=true"], "policy.model_name", "org/model"),
+        (
+            ["+policy.tokenizer.chat_template_kwargs.enable_thinking=true"],
+            "policy.tokenizer.chat_template_kwargs",
+            {"enable_thinking": True},
+        ),
+        (["~data.validation"], "data.validation", None),
+        (["~policy.megatron_cfg", "~cluster"], "policy.model_name", "org/model"),
+        (["++checkpointing.save_optimizer=false"], "checkpointing.save_optimizer", False),
+        (["checkpointing.metric_name=validation-default_loss"], "checkpointing.metric_name", "validation-default_loss"),
+        (["+data.val_data_paths={one: a.jsonl}"], "data.val_data_paths.one.data_path", "a.jsonl"),
+        (["data.train={data_path: a.jsonl, prompt_key: context}"], "data.train.prompt_key", "context"),
+    ],
+)
+def test_the_overrides_of_the_guide_work_in_hydras_forms(load, overrides, key, expected):
+    found: Any = load(NEW, *overrides).config
+    for part in key.split("."):
+        found = found[part] if isinstance(found, dict) else getattr(found, part)
+    assert found == expected
+
+
+def test_without_a_file_the_values_of_their_own_apply():
+    """`uv run examples/run_dpo.py OVERRIDES` reads examples/configs/dpo.yaml."""
+    loaded = load_config(None, ["cluster.gpus_per_node=8", "dpo.sft_loss_weight=0.1"], from_format="nemo-rl")
+    policy = loaded.config.policy
+    assert (policy.model_name, policy.train_global_batch_size) == ("meta-llama/Llama-3.2-1B-Instruct", 128)
+    assert (loaded.config.dpo.max_num_steps, loaded.config.dpo.sft_loss_weight) == (150, 0.1)
+    assert loaded.config.data.validation.split == "validation"
+
+
 def test_inheritance_and_deletion_work_across_files(tmp_path):
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(NEW))
     child = {"defaults": "base.yaml", "policy": {"optimizer": {"kwargs": {"lr": 3e-6}}}, "cluster": {"num_nodes": 4}}

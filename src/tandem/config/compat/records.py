@@ -16,6 +16,7 @@ class Outcome:
     kind: Kind
     settings: Mapping[str, Any] = field(default_factory=dict)
     note: str | None = None
+    options: Mapping[str, str] = field(default_factory=dict)  # of the command, such as --pack-sizes
 
 
 def translated(settings: Mapping[str, Any], note: str | None = None) -> Outcome:
@@ -72,6 +73,11 @@ class Translation:
     rows: tuple[TranslatedKey, ...]
     tree: dict[str, Any]
     origins: dict[str, str]  # where each of our keys was set
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The options of the command that keys were translated to."""
+        return {option: value for row in self.rows for option, value in row.outcome.options.items()}
 
     def of_kind(self, kind: Kind) -> Iterator[TranslatedKey]:
         return (row for row in self.rows if row.kind == kind)

@@ -51,6 +51,7 @@ def _lines(rows: Iterable[TranslatedKey]) -> Iterator[str]:
         if row.kind == "translated":
             new = [f"{key} = {_value(value)}" for key, value in row.outcome.settings.items()]
             brief = [key if text in shown else text for key, text in zip(row.outcome.settings, new, strict=True)]
+            brief += [f"{option} {value}" for option, value in row.outcome.options.items()]
             line = f"{line} -> {', '.join(brief)}"
             shown |= set(new)
         yield f"{line}  ({row.outcome.note})" if row.outcome.note else line

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -23,7 +23,7 @@ def origins() -> tuple[str, ...]:
 class Case:
     """What becomes of a key, and the values for which it does."""
 
-    action: str  # same, to, no_effect, refused or rule
+    action: str  # same, to, option, no_effect, refused or rule
     argument: str = ""
     values: Mapping[Any, Any] | None = None
     note: str | None = None
@@ -56,6 +56,8 @@ class Table:
     inactive: tuple[Inactive, ...]
     keys: Mapping[str, tuple[Case, ...]]
     defaults: Mapping[str, Any]
+    absent: Mapping[str, Any] = field(default_factory=dict)  # keys that interpolations may refer to, although not set
+    without_file: Mapping[str, Any] = field(default_factory=dict)  # values of the trainer's own configuration file
 
     def cases(self, key: str) -> tuple[Case, ...]:
         """The cases of a key: those of its own name, or of the longest pattern that matches it."""
@@ -108,6 +110,8 @@ def load_table(origin: str) -> Table:
             for key, entry in read["keys"].items()
         },
         defaults=read.get("defaults", {}),
+        absent=read.get("absent", {}),
+        without_file=read.get("without_file", {}),
     )
 
 
@@ -118,7 +122,7 @@ def _case(entry: str | dict[str, Any], reasons: dict[str, str]) -> Case:
         if entry.startswith("-> "):
             return Case("to", entry.removeprefix("-> "))
         return Case("no_effect", _text(entry, reasons))
-    (action,) = entry.keys() & {"to", "no_effect", "refused", "rule", "same"}
+    (action,) = entry.keys() & {"to", "option", "no_effect", "refused", "rule", "same"}
     note = entry.get("note")
     return Case(
         action,

@@ -11,6 +11,7 @@ from tandem.config.compat.suggest import suggestion
 from tandem.config.compat.table import Case, Table, load_table, origins
 from tandem.config.keys import all_keys, key_names
 from tandem.config.losses import join_names
+from tandem.config.source.files import DEFAULTS
 from tandem.config.validation import GIVEN_BY_USER, flatten
 from tandem.errors import ConfigError
 
@@ -45,6 +46,7 @@ def translate(origin: str, tree: dict[str, Any], places: Mapping[str, str]) -> T
         for key, value in row.outcome.settings.items():
             _check_agreement(table.name, key, value, settings, set_by, given, row)
             settings[key], set_by[key] = value, row.key
+    _check_sections(table.name, settings, set_by, given)
     rows += [
         TranslatedKey(key, value, Outcome("default", {key: value}))
         for key, value in table.defaults.items()
@@ -65,6 +67,12 @@ def _place(key: str, places: Mapping[str, str]) -> str:
     while key not in places and "." in key:
         key = key.rpartition(".")[0]
     return places.get(key, "configuration")
+
+
+def start_without_file(origin: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values that the trainer reads from its own file if none is given, and where they are set."""
+    table = load_table(origin)
+    return nested(table.without_file), dict.fromkeys(table.without_file, f"{table.name}'s own configuration")
 
 
 def is_own_key(key: str) -> bool:
@@ -92,12 +100,17 @@ def _outcome(table: Table, key: str, value: Any, given: Given) -> Outcome:
                 return no_effect(case.argument)
             case "refused":
                 return refused(case.argument)
+            case "option":
+                shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+                return Outcome("translated", note=case.note, options={case.argument: shown})
             case "rule":
                 return _by_rule(case.argument, key, value, given)
             case _:
                 return _renamed(key, value, case)
     if is_own_key(key):
         return Outcome("same", {key: value})
+    if key == DEFAULTS:
+        return no_effect("It chooses groups of Hydra's configuration, which only that trainer has.")
     return refused(UNKNOWN)
 
 
@@ -135,6 +148,18 @@ def _check_agreement(
         f"{given.origins[row.key]}: {other} and {row.key} of {name} both set {key} here, to "
         f"{json.dumps(settings[key])} and {json.dumps(value)}. Remove one of them."
     )
+
+
+def _check_sections(name: str, settings: Mapping[str, Any], set_by: Mapping[str, str], given: Given) -> None:
+    """Raise ConfigError if one key sets a value here, and another a part of that value."""
+    for key in settings:
+        *above, _ = key.split(".")
+        sections = (".".join(above[:end]) for end in range(1, len(above) + 1))
+        if section := next((one for one in sections if one in settings and not isinstance(settings[one], dict)), None):
+            raise ConfigError(
+                f"{given.origins[set_by[key]]}: {set_by[section]} and {set_by[key]} of {name} both set {section} here. Remove "
+                "one of them."
+            )
 
 
 def _refusal(name: str, problems: list[TranslatedKey], given: Given) -> str:

@@ -1,6 +1,7 @@
 """Reads a YAML configuration and the files that its `defaults:` lists."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,27 @@ from tandem.config.validation import flatten
 from tandem.errors import ConfigError, one_line
 
 TreeAndOrigins = tuple[dict[str, Any], dict[str, str]]  # a tree of values, and the file that each key came from
+DEFAULTS = "defaults"
+THIS_FILE = "_self_"  # in Hydra's lists: the place of the file itself among those that it lists
 MAX_DEFAULTS = 64  # files in a chain of `defaults:`
 
 
 def read_file(path: Path) -> TreeAndOrigins:
-    """Read a YAML file, merged over the files that its `defaults:` lists."""
+    """Read a YAML file, merged over the files that its `defaults:` lists.
+
+    The key `defaults` remains if it lists groups of Hydra, which are mappings. `refuse_groups` refuses them.
+    """
     return _read(path, (), {})
+
+
+def refuse_groups(tree: dict[str, Any], origins: dict[str, str]) -> None:
+    """Raise ConfigError if `defaults:` lists groups of Hydra. Only files of other trainers may have them."""
+    if DEFAULTS in tree:
+        raise _not_file_names(origins[DEFAULTS], tree[DEFAULTS])
+
+
+def _not_file_names(path: Path | str, given: Any) -> ConfigError:
+    return ConfigError(f"{path}: `defaults:` must be a file name or a list of file names, not {json.dumps(given)}.")
 
 
 def _read(path: Path, above: tuple[Path, ...], known: dict[Path, TreeAndOrigins]) -> TreeAndOrigins:
@@ -47,20 +63,28 @@ def _read(path: Path, above: tuple[Path, ...], known: dict[Path, TreeAndOrigins]
         raise ConfigError(f"{path}: not readable as YAML: {one_line(error)}") from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path}: a configuration must be a mapping of sections, not a {type(loaded).__name__}.")
-    parents = loaded.pop("defaults", [])
+    parents = loaded.pop(DEFAULTS, [])
     parents = [parents] if isinstance(parents, str) else parents
-    if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
-        raise ConfigError(
-            f"{path}: `defaults:` must be a file name or a list of file names, not {json.dumps(parents)}."
-        )
+    if not isinstance(parents, list) or not all(isinstance(parent, str | dict) for parent in parents):
+        raise _not_file_names(path, parents)
+    if any(isinstance(parent, dict) for parent in parents):
+        loaded[DEFAULTS] = parents
+    parents = [parent for parent in parents if isinstance(parent, str)]
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for parent in parents:
-        below, below_origins = _read(path.parent / expand_home(parent), (*above, path), known)
+    for parent in parents[:-1] if parents[-1:] == [THIS_FILE] else parents:
+        below, below_origins = _read(_listed_file(path, parent), (*above, path), known)
         tree = merge(tree, below)
         origins |= below_origins
     known[path] = merge(tree, loaded), origins | dict.fromkeys(flatten(loaded), str(path))
     return known[path]
+
+
+def _listed_file(path: Path, name: str) -> Path:
+    """The file that `defaults:` of `path` calls `name`. Hydra leaves out .yaml."""
+    file = path.parent / expand_home(name)
+    with_suffix = file.with_name(f"{file.name}.yaml")
+    return with_suffix if not os.path.lexists(file) and os.path.lexists(with_suffix) else file
 
 
 def merge(below: dict[Any, Any], above: dict[Any, Any]) -> dict[Any, Any]:

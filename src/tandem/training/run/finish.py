@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tandem.config.load import LoadedConfig, load_config
+from tandem.config.load import LoadedConfig
 from tandem.config.schema import Config
 from tandem.config.sections.datasets import DatasetFields
 from tandem.config.sections.section import EMBEDDED
@@ -211,10 +211,10 @@ def with_real_model(loaded: LoadedConfig, run: Path, num_pairs: int) -> str:
     if config.policy.packing.mode != "dataset":  # whose batches must be large enough for a pack
         given = with_override(given, BATCH_SIZE_KEY, suggested_batch_size(num_pairs))
     default_rate = _value(Config(), RATE_KEY)
-    suggested = load_config(None, given) if file is None else loaded.with_overrides(given)
-    if _value(suggested.config, RATE_KEY) != default_rate:  # set in the file
+    suggested = replace(loaded, file=file)
+    if _value(suggested.with_overrides(given).config, RATE_KEY) != default_rate:  # set in the file
         given = with_override(given, RATE_KEY, default_rate)
-    return tandem_command("train", *([] if file is None else loaded.file_arguments), *given)
+    return tandem_command("train", *suggested.file_arguments, *given)
 
 
 def _value(config: Config, key: str) -> Any:
