@@ -123,6 +123,7 @@ def test_defaults_are_those_of_axolotl():
         "checkpointing.save_period": 1.0,
         "checkpointing.keep_top_k": 4,
     }
+    assert not load({**tree, "adapter": "lora", "lora_r": 8, "lora_alpha": 16}).config.export.merge_lora
     orpo = {row.key: row.value for row in load({**tree, "rl": "orpo"}).translation.of_kind("default")}
     assert orpo["dpo.orpo_lambda"] == 0.1
     simpo = load({**tree, "rl": "simpo", "simpo_gamma": 0.3}).config.dpo

@@ -134,6 +134,7 @@ def test_defaults_are_those_of_llama_factory():
     loaded = load({"model_name_or_path": "org/model", "stage": "dpo", "dataset": "mine"})
     assert {row.key: row.value for row in loaded.translation.of_kind("default")} == {
         "policy.lora.enabled": True,
+        "export.merge_lora": False,
         "policy.lora.dim": 8,
         "policy.lora.alpha": 16,
         "policy.train_global_batch_size": 8,

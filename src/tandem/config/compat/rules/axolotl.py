@@ -98,6 +98,12 @@ def quantization(key: str, value: Any, given: Given) -> Outcome:
     return translated({"policy.lora.quantization": {"load_in_4bit": "nf4", "load_in_8bit": "int8"}[key]})
 
 
+def lora_default(key: str, value: Any, given: Given) -> Outcome:
+    """Axolotl exports the adapter alone."""
+    is_on = given.get("adapter") in ("lora", "qlora") and given.get("policy.lora.enabled") is not False
+    return translated({"export.merge_lora": False}) if is_on else no_effect("")
+
+
 def targets(key: str, value: Any, given: Given) -> Outcome:
     """lora_target_linear, for all linear layers, and lora_target_modules."""
     names = given.get("lora_target_modules") or []
@@ -293,6 +299,7 @@ RULES = {
         smoothing,
         simpo_gamma,
         quantization,
+        lora_default,
         targets,
         adapter_to_start_from,
         datasets,

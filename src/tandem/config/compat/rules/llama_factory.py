@@ -84,7 +84,7 @@ def lora(key: str, value: Any, given: Given) -> Outcome:
 def lora_defaults(key: str, value: Any, given: Given) -> Outcome:
     if not _uses_lora(given):
         return no_effect("")
-    enabled = {"policy.lora.enabled": True}
+    enabled = {"policy.lora.enabled": True, "export.merge_lora": False}
     if given.get("adapter_name_or_path") or given.get("policy.lora.adapter"):
         return translated(enabled)
     return translated({**enabled, "policy.lora.dim": 8, "policy.lora.alpha": 2 * (given.get("lora_rank") or 8)})
