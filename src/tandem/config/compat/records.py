@@ -93,5 +93,5 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
                 raise ConfigError(f"{key}: a part of its name is set to a value already. Remove one of the two.")
-        node[last] = value
+        node[last] = dict(value) if isinstance(value, dict) else value  # keys below it may be set next
     return tree

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -56,8 +56,11 @@ class Table:
     inactive: tuple[Inactive, ...]
     keys: Mapping[str, tuple[Case, ...]]
     defaults: Mapping[str, Any]
-    absent: Mapping[str, Any] = field(default_factory=dict)  # keys that interpolations may refer to, although not set
-    without_file: Mapping[str, Any] = field(default_factory=dict)  # values of the trainer's own configuration file
+    absent: Mapping[str, Any]  # keys that interpolations may refer to, although not set
+    without_file: Mapping[str, Any]  # values of the trainer's own configuration file
+    required: Mapping[str, str]  # keys that must be set, with the reason
+    null_is_unset: bool  # whether null means that the default applies
+    hidden: tuple[str, ...]  # keys whose values may be secrets, and are not shown
 
     def cases(self, key: str) -> tuple[Case, ...]:
         """The cases of a key: those of its own name, or of the longest pattern that matches it."""
@@ -85,8 +88,8 @@ def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
 
 @cache
 def _expression(pattern: str) -> re.Pattern[str]:
-    parts = ["[^.]+" if part == "*" else re.escape(part) for part in pattern.removesuffix(".**").split(".")]
-    return re.compile(r"\.".join(parts) + (r"(\..+)?" if pattern.endswith(".**") else ""), re.DOTALL)
+    parts = re.escape(pattern.removesuffix(".**")).replace(r"\*", "[^.]+")
+    return re.compile(parts + (r"(\..+)?" if pattern.endswith(".**") else ""), re.DOTALL)
 
 
 def matches(pattern: str, key: str) -> bool:
@@ -112,6 +115,9 @@ def load_table(origin: str) -> Table:
         defaults=read.get("defaults", {}),
         absent=read.get("absent", {}),
         without_file=read.get("without_file", {}),
+        required={key: _text(reason, reasons) for key, reason in read.get("required", {}).items()},
+        null_is_unset=read.get("null_is_unset", False),
+        hidden=tuple(read.get("hidden", [])),
     )
 
 
