@@ -235,8 +235,8 @@ def test_a_list_of_files_and_a_field_of_one_of_them_are_refused_together(load, t
     with pytest.raises(ConfigError) as error:
         load("data.train.split=part", "model.data.data_prefix.train=[a.jsonl,b.jsonl]")
     assert str(error.value) == (
-        "command line: model.data.data_prefix.train and data.train.split of NeMo Aligner both set data.train here. Remove one "
-        "of them."
+        "command line: data.train.split cannot be set, because model.data.data_prefix.train of NeMo Aligner is translated to "
+        'data.train = ["a.jsonl", "b.jsonl"]. Set data.train instead.'
     )
 
 
@@ -439,7 +439,7 @@ def test_the_command_of_the_guide_works_without_a_file():
     config = loaded.config
     assert (config.policy.train_global_batch_size, config.dpo.reference_policy_kl_penalty) == (512, 0.1)
     assert (config.policy.optimizer.kwargs.lr, config.run.seed, config.dpo.val_period) == (9e-6, 1234, 0.1)
-    assert loaded.source == ["--from-format", "nemo-aligner"]
+    assert loaded.file_arguments == ["--from-format", "nemo-aligner"]
 
 
 def test_one_step_of_training(tmp_path, capsys):
