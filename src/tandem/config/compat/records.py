@@ -82,5 +82,5 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
         *above, last = key.split(".")
         for part in above:
             node = node.setdefault(part, {})
-        node[last] = value
+        node[last] = dict(value) if isinstance(value, dict) else value  # keys below it may be set next
     return tree

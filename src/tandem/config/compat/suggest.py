@@ -59,9 +59,9 @@ def suggestion(key: str) -> str | None:
     if near := similar_key(plain) or _with_leaf(leaf):
         return f"Did you mean {near}?"
     leaves = {name.rpartition(".")[2] for name in key_names()}
-    if near := _closest(leaf, leaves):
+    if near := closest(leaf, leaves):
         return f"Did you mean {same}?" if (same := _with_leaf(near)) else None
-    near = _closest(leaf, names)
+    near = closest(leaf, names)
     return str(names[near]) if near else None
 
 
@@ -70,7 +70,7 @@ def similar_key(key: str) -> str | None:
     section, _, leaf = key.rpartition(".")
     of_one = re.sub(r"\.\d+$", "", section)  # data.train.0 is one of several training sets
     here = [name.rpartition(".")[2] for name in key_names() if name.rpartition(".")[0] == of_one]
-    near = _closest(leaf, here)
+    near = closest(leaf, here)
     return f"{section}.{near}".lstrip(".") if near else None
 
 
@@ -80,7 +80,7 @@ def _with_leaf(leaf: str) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def _closest(name: str, known: Iterable[str]) -> str | None:
+def closest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name closest to `name`, or None if every known name is too different.
 
     A name may differ by one edit, or by two if `name` has at least eight letters.

@@ -56,6 +56,9 @@ class Table:
     inactive: tuple[Inactive, ...]
     keys: Mapping[str, tuple[Case, ...]]
     defaults: Mapping[str, Any]
+    required: Mapping[str, str]  # keys that must be set, with the reason
+    null_is_unset: bool  # whether null means that the default applies
+    hidden: tuple[str, ...]  # keys whose values may be secrets, and are not shown
 
     def cases(self, key: str) -> tuple[Case, ...]:
         """The cases of a key: those of its own name, or of the longest pattern that matches it."""
@@ -83,8 +86,8 @@ def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
 
 @cache
 def _expression(pattern: str) -> re.Pattern[str]:
-    parts = ["[^.]+" if part == "*" else re.escape(part) for part in pattern.removesuffix(".**").split(".")]
-    return re.compile(r"\.".join(parts) + (r"(\..+)?" if pattern.endswith(".**") else ""), re.DOTALL)
+    parts = re.escape(pattern.removesuffix(".**")).replace(r"\*", "[^.]+")
+    return re.compile(parts + (r"(\..+)?" if pattern.endswith(".**") else ""), re.DOTALL)
 
 
 def matches(pattern: str, key: str) -> bool:
@@ -108,6 +111,9 @@ def load_table(origin: str) -> Table:
             for key, entry in read["keys"].items()
         },
         defaults=read.get("defaults", {}),
+        required={key: _text(reason, reasons) for key, reason in read.get("required", {}).items()},
+        null_is_unset=read.get("null_is_unset", False),
+        hidden=tuple(read.get("hidden", [])),
     )
 
 

@@ -7,14 +7,15 @@ from typing import Any
 
 from tandem.config.compat.records import Given, Outcome, TranslatedKey, Translation, nested, no_effect, refused
 from tandem.config.compat.rules.registry import RULES
-from tandem.config.compat.suggest import suggestion
-from tandem.config.compat.table import Case, Table, load_table, origins
+from tandem.config.compat.suggest import closest, suggestion
+from tandem.config.compat.table import Case, Table, load_table, matches, origins
 from tandem.config.keys import all_keys, key_names
 from tandem.config.losses import join_names
 from tandem.config.validation import GIVEN_BY_USER, flatten, origin_of
 from tandem.errors import ConfigError
 
 OWN_FORMAT = "tandem"
+HIDDEN = "(not shown)"
 
 
 def recognise(tree: dict[str, Any]) -> str | None:
@@ -33,9 +34,17 @@ def translate(origin: str, tree: dict[str, Any], places: Mapping[str, str]) -> T
     table = load_table(origin)
     values = flatten(tree)
     given = Given(values, {key: origin_of(key, dict(places)) for key in values})
-    rows = [TranslatedKey(key, value, _outcome(table, key, value, given)) for key, value in values.items()]
-    if problems := [row for row in rows if row.kind == "refused"]:
-        raise ConfigError(_refusal(table.name, problems, given))
+    rows = [
+        TranslatedKey(key, _shown(table, key, value), _outcome(table, key, value, given))
+        for key, value in values.items()
+    ]
+    defaults = [row for key, value in table.defaults.items() for row in _default(key, value, given)]
+    missing = [
+        TranslatedKey(key, None, refused(reason)) for key, reason in table.required.items() if given.get(key) is None
+    ]
+    if problems := [row for row in [*rows, *missing, *defaults] if row.kind == "refused"]:
+        unknown = next(iter(places.values()), "configuration")
+        raise ConfigError(_refusal(table.name, problems, {row.key: unknown for row in problems} | dict(given.origins)))
     settings: dict[str, Any] = {}
     set_by: dict[str, str] = {}
     # What the user set in tandem's own names counts more than what a key of the other trainer is translated to.
@@ -44,10 +53,10 @@ def translate(origin: str, tree: dict[str, Any], places: Mapping[str, str]) -> T
             _check_agreement(table.name, key, value, settings, set_by, given, row)
             settings[key], set_by[key] = value, row.key
     rows += [
-        TranslatedKey(key, value, Outcome("default", {key: value}))
-        for key, value in table.defaults.items()
-        if key not in settings
-        and not any(name.startswith(f"{key}.") or key.startswith(f"{name}.") for name in settings)
+        row
+        for row in defaults
+        if row.key not in settings
+        and not any(name.startswith(f"{row.key}.") or row.key.startswith(f"{name}.") for name in settings)
     ]
     settings |= {row.key: row.value for row in rows if row.kind == "default"}
     return Translation(
@@ -56,6 +65,19 @@ def translate(origin: str, tree: dict[str, Any], places: Mapping[str, str]) -> T
         tree=nested(settings),
         origins={key: given.origins[set_by[key]] if key in set_by else table.name for key in settings},
     )
+
+
+def _default(key: str, value: Any, given: Given) -> list[TranslatedKey]:
+    """The keys that a default sets: a value, or {rule: NAME}, which may set several, none, or be refused."""
+    if not isinstance(value, dict) or list(value) != ["rule"]:
+        return [TranslatedKey(key, value, Outcome("default", {key: value}))]
+    outcome = _by_rule(value["rule"], key, None, given)
+    if outcome.kind == "refused":
+        return [TranslatedKey(key, None, outcome)]
+    return [
+        TranslatedKey(name, one, Outcome("default", {name: one}, outcome.note))
+        for name, one in outcome.settings.items()
+    ]
 
 
 def is_own_key(key: str) -> bool:
@@ -73,7 +95,11 @@ def _outcome(table: Table, key: str, value: Any, given: Given) -> Outcome:
     for inactive in table.inactive:
         if inactive.applies(key, given):
             return no_effect(inactive.reason)
-    for case in table.cases(key):
+    cases = table.cases(key)
+    means_something = any(case.when is not None and None in case.when for case in cases)
+    if value is None and table.null_is_unset and not means_something and not is_own_key(key):
+        return no_effect("It is not set.")
+    for case in cases:
         if not case.applies(value, given):
             continue
         match case.action:
@@ -89,8 +115,14 @@ def _outcome(table: Table, key: str, value: Any, given: Given) -> Outcome:
                 return _renamed(key, value, case)
     if is_own_key(key):
         return Outcome("same", {key: value})
-    hint = suggestion(key)
+    near = closest(key, [name for name in table.keys if "*" not in name])
+    hint = f"Did you mean {near}?" if near else suggestion(key)
     return refused(f"{table.name} has no such key that tandem knows.{f' {hint}' if hint else ''} Remove it.")
+
+
+def _shown(table: Table, key: str, value: Any) -> Any:
+    """The value of a key as tables and messages show it."""
+    return HIDDEN if any(matches(pattern, key) for pattern in table.hidden) else value
 
 
 def _by_rule(name: str, key: str, value: Any, given: Given) -> Outcome:
@@ -119,7 +151,13 @@ def _check_agreement(
     given: Given,
     row: TranslatedKey,
 ) -> None:
-    """Raise ConfigError if two keys of the same file would set one key to different values."""
+    """Raise ConfigError if two keys of the same file would set one key to different values, or an override cannot apply."""
+    above = next((name for name in settings if key.startswith(f"{name}.")), None)
+    if above is not None and not isinstance(settings[above], dict):
+        raise ConfigError(
+            f"{given.origins[row.key]}: {key} cannot be set, because {set_by[above]} of {name} is translated to {above} = "
+            f"{json.dumps(settings[above], ensure_ascii=False)}. Set {above} instead."
+        )
     if key not in settings or settings[key] == value or given.origins[row.key] in GIVEN_BY_USER:
         return
     other = set_by[key]
@@ -129,9 +167,9 @@ def _check_agreement(
     )
 
 
-def _refusal(name: str, problems: list[TranslatedKey], given: Given) -> str:
+def _refusal(name: str, problems: list[TranslatedKey], origins: Mapping[str, str]) -> str:
     lines = [
-        f"{given.origins[row.key]}: {row.key} = {json.dumps(row.value, ensure_ascii=False)}: {row.outcome.note}"
+        f"{origins[row.key]}: {row.key} = {json.dumps(row.value, ensure_ascii=False)}: {row.outcome.note}"
         for row in problems
     ]
     count = "a key" if len(lines) == 1 else f"{len(lines)} keys"

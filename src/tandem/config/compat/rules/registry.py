@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tandem.config.compat.records import Given, Outcome
-from tandem.config.compat.rules import nemo_rl
+from tandem.config.compat.rules import nemo_rl, trl
 
 Rule = Callable[[str, Any, Given], Outcome]
 
-RULES: Mapping[str, Rule] = {**nemo_rl.RULES}
+RULES: Mapping[str, Rule] = {**nemo_rl.RULES, **trl.RULES}
