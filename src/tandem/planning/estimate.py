@@ -177,7 +177,7 @@ def _time_need(inputs: Inputs, planned: Plan, work: Work, size: ModelSize, targe
     reference = sum(complete, _work(planned.train, np.arange(len(planned.train.store)), size, work.fill))
     if compared and mode == "live":  # every pass also computes the reference
         trained += seconds(work) / FORWARD_SPEED
-    passes = num_validations(config, planned.num_steps) * (2 if compared and mode == "live" else 1)
+    passes = num_validations(config, planned.num_steps, planned.val_period) * (2 if compared and mode == "live" else 1)
     return TimeNeed(
         start=start_range(size),
         reference=time_range(seconds(reference) / FORWARD_SPEED if compared and mode == "cached" else 0.0, size, card),
@@ -194,10 +194,10 @@ def _validation_pairs(packer: Packer, config: Config) -> np.ndarray:
     return np.concatenate(portions(packer, size)[: most if most and most > 0 else None])
 
 
-def num_validations(config: Config, num_steps: int) -> int:
-    """Return how often a run validates: before the first step, every val_period steps, and after the last step."""
+def num_validations(config: Config, num_steps: int, val_period: int) -> int:
+    """Return how often a run validates: before the first step, every `val_period` steps, and after the last step."""
     dpo = config.dpo
-    during = (num_steps - 1) // dpo.val_period if dpo.val_period > 0 else 0
+    during = (num_steps - 1) // val_period if val_period > 0 else 0
     return int(dpo.val_at_start) + during + int(dpo.val_at_end)
 
 

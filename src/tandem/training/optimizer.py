@@ -76,19 +76,27 @@ def rate_factor(schedule: NamedSchedule, steps_done: int, num_steps: int) -> flo
     step.
     Example: 10 steps of a linear schedule with warmup_ratio 0.2 have the fractions 0, 1/2, 8/8, 7/8, ..., 1/8.
     """
-    warmup = _num_steps_of(schedule.warmup_ratio, num_steps)
+    warmup = _num_warmup_steps(schedule, num_steps)
     if steps_done < warmup:
         return steps_done / warmup
     if isinstance(schedule, ConstantSchedule):
         return 1.0
-    decay_start = warmup
+    decay_start, decay_end = warmup, num_steps
+    if isinstance(schedule, CosineSchedule):
+        decay_end = num_steps - schedule.constant_steps
     if isinstance(schedule, WsdSchedule):
         decay_start = max(warmup, num_steps - _num_steps_of(schedule.decay_ratio, num_steps))
     if steps_done < decay_start:
         return 1.0
-    decayed = min(1.0, (steps_done - decay_start) / max(1, num_steps - decay_start))
+    decayed = min(1.0, (steps_done - decay_start) / max(1, decay_end - decay_start))
     share = (1 + math.cos(math.pi * decayed)) / 2 if isinstance(schedule, CosineSchedule) else 1 - decayed
     return schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * share
+
+
+def _num_warmup_steps(schedule: NamedSchedule, num_steps: int) -> int:
+    if isinstance(schedule, CosineSchedule) and schedule.warmup_steps > 0:
+        return schedule.warmup_steps
+    return _num_steps_of(schedule.warmup_ratio, num_steps)
 
 
 def _num_steps_of(ratio: float, num_steps: int) -> int:
@@ -105,7 +113,7 @@ def schedule_in_words(policy: PolicyConfig, num_steps: int) -> str:
     if given is None:
         return "constant"
     if isinstance(given, NamedSchedule):
-        warmup = _num_steps_of(given.warmup_ratio, num_steps)
+        warmup = _num_warmup_steps(given, num_steps)
         parts = [f"warm-up from 0 over {warmup} of {num_steps} steps"] if warmup else []
         if not isinstance(given, ConstantSchedule):
             over = ""
@@ -113,6 +121,10 @@ def schedule_in_words(policy: PolicyConfig, num_steps: int) -> str:
                 parts.append("constant")
                 over = f" over the last {min(_num_steps_of(given.decay_ratio, num_steps), num_steps - warmup)} steps"
             parts.append(f"down to {given.min_lr_ratio:g} of the rate{over}")
+            if isinstance(given, CosineSchedule) and given.constant_steps:
+                parts.append(
+                    f"constant over the last {min(given.constant_steps, max(0, num_steps - warmup - 1))} steps"
+                )
         return f"{given.name}: {', then '.join(parts)}" if parts else given.name
     schedulers = [item for item in (given if isinstance(given, list) else [given]) if isinstance(item, Scheduler)]
     milestones = [step for item in given if isinstance(item, Milestones) for step in item.milestones]

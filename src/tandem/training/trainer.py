@@ -239,9 +239,9 @@ def _report_what_is_kept(folder: Path, checkpointing: Checkpointing, reporter: R
 
 def _loop(t: Training) -> list[ValidationReport]:
     """Train to the last step. Return the results of the validation before the first step."""
-    dpo, total = t.setup.config.dpo, t.setup.plan.num_steps
+    total, val_period = t.setup.plan.num_steps, t.setup.plan.val_period
     before = _recorded_start(t)
-    if dpo.val_at_start and t.progress.step == 0:
+    if t.setup.config.dpo.val_at_start and t.progress.step == 0:
         before = t.validate()
         t.reporter.validations("\nValidation before training", before)
     t.reporter.say("")
@@ -258,7 +258,7 @@ def _loop(t: Training) -> list[ValidationReport]:
             )
             t.scheduler.step()
             unread.append((step, current, loaded.wait_seconds))
-            validating, saving = step != total and _is_due(step, dpo.val_period), _is_save_due(t, step)
+            validating, saving = step != total and _is_due(step, val_period), _is_save_due(t, step)
             stopping = t.stopping.is_wanted()
             # Metrics are read when the step is done, or one step later. Reading them earlier would make the device wait.
             while unread and (
@@ -266,7 +266,7 @@ def _loop(t: Training) -> list[ValidationReport]:
             ):
                 _report(t, *unread.pop(0), bar)
             # Also set after the last step, although finish() validates it: an extended run repeats this validation.
-            t.progress = replace(t.progress, owes_validation=_is_due(step, dpo.val_period))
+            t.progress = replace(t.progress, owes_validation=_is_due(step, val_period))
             if validating or saving or stopping:
                 _validate_and_save(t, saving=saving)
             t.saver.check()

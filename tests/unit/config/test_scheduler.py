@@ -57,9 +57,17 @@ def test_a_resolved_configuration_gives_the_same_schedule(tmp_path):
             "torch's schedulers (docs/keys.md, Schedules).",
         ),
         (
-            "{name: cosine, warmup_steps: 20}",
-            ".warmup_steps is not a setting of the schedule cosine, which has name, warmup_ratio, min_lr_ratio. For absolute "
+            "{name: linear, warmup_steps: 20}",
+            ".warmup_steps is not a setting of the schedule linear, which has name, warmup_ratio, min_lr_ratio. For absolute "
             "steps, use torch's schedulers (docs/keys.md, Schedules).",
+        ),
+        (
+            "{name: cosine, warmup_steps: 20, warmup_ratio: 0.1}",
+            ": warmup_steps = 20 and warmup_ratio = 0.1 both give the length of the warm-up. Leave out one of them.",
+        ),
+        (
+            "{name: cosine, constant_steps: -1}",
+            ".constant_steps = -1: input should be greater than or equal to 0.",
         ),
         ("cosine", " = cosine is text, not a mapping. Write {name: cosine, warmup_ratio: 0.1}, for example."),
         ("{warmup_ratio: 0.1}", " has no name. Set policy.scheduler.name to one of linear, cosine, constant, wsd."),

@@ -165,10 +165,10 @@ def test_checkpoints_and_the_export_need_disk_space(models, capsys, monkeypatch)
 
 
 def test_validations_are_counted_as_in_training():
-    settings = ["dpo.val_period=10", "dpo.val_at_start=true", "dpo.val_at_end=true"]
-    assert num_validations(load_config(None, settings).config, 20) == 3  # before, after steps 10 and 20
-    assert num_validations(load_config(None, settings).config, 25) == 4
-    assert num_validations(load_config(None, ["dpo.val_period=0", *settings[1:]]).config, 25) == 2
+    config = load_config(None, ["dpo.val_at_start=true", "dpo.val_at_end=true"]).config
+    assert num_validations(config, num_steps=20, val_period=10) == 3  # before, after steps 10 and 20
+    assert num_validations(config, num_steps=25, val_period=10) == 4
+    assert num_validations(config, num_steps=25, val_period=0) == 2
 
 
 def test_weights_of_a_hub_model_are_not_downloaded(models, monkeypatch):

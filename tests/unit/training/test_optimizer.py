@@ -50,6 +50,13 @@ def rates_of(schedule: str, num_steps: int) -> list[float]:
             "{name: cosine, warmup_ratio: 0.2}",
             [0, 0.5, 1, 0.96194, 0.85355, 0.69134, 0.5, 0.30866, 0.14645, 0.03806],
         ),
+        # Four steps of decay, then a tenth.
+        (
+            "{name: cosine, warmup_steps: 2, constant_steps: 4, min_lr_ratio: 0.1}",
+            [0, 0.5, 1, 0.86820, 0.55, 0.23180, 0.1, 0.1, 0.1, 0.1],
+        ),
+        # No step is left for the decay.
+        ("{name: cosine, warmup_steps: 2, constant_steps: 1000, min_lr_ratio: 0.1}", [0, 0.5, 1, *[0.1] * 7]),
         ("{name: constant, warmup_ratio: 0.4}", [0, 1 / 4, 2 / 4, 3 / 4, 1, 1, 1, 1, 1, 1]),
         ("{name: constant}", [1] * 10),
         ("{name: wsd, warmup_ratio: 0.2, decay_ratio: 0.4}", [0, 1 / 2, 1, 1, 1, 1, 1, 3 / 4, 2 / 4, 1 / 4]),
@@ -105,6 +112,10 @@ def test_the_highest_rate_is_known_however_long_the_warm_up_is():
         (
             "{name: cosine, warmup_ratio: 0.1, min_lr_ratio: 0.1}",
             "cosine: warm-up from 0 over 1 of 10 steps, then down to 0.1 of the rate",
+        ),
+        (
+            "{name: cosine, warmup_steps: 2, constant_steps: 4, min_lr_ratio: 0.1}",
+            "cosine: warm-up from 0 over 2 of 10 steps, then down to 0.1 of the rate, then constant over the last 4 steps",
         ),
         ("{name: linear}", "linear: down to 0 of the rate"),
         ("{name: constant}", "constant"),

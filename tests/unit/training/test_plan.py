@@ -83,6 +83,30 @@ def test_a_run_that_would_never_end_is_refused_before_its_steps_are_counted(step
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        (25, 25),
+        (0, 0),
+        (0.1, 1),  # of 10 steps
+        (0.25, 2),
+        (0.99, 9),
+        (0.001, 1),
+    ],
+)
+def test_validations_come_after_a_number_of_steps_or_a_share_of_an_epoch(given, steps):
+    found = plan(Pairs(*[1] * 21), B2, f"dpo.val_period={given}", "dpo.max_num_epochs=3", "dpo.max_num_steps=15")
+    assert found.val_period == steps
+
+
+def test_a_share_of_an_epoch_is_below_one():
+    with pytest.raises(ConfigError) as error:
+        plan(Pairs(1), "dpo.val_period=1.5")
+    assert str(error.value) == (
+        "command line: dpo.val_period = 1.5: input should be a valid integer, or input should be less than 1."
+    )
+
+
 def test_steps_of_many_epochs_of_single_pairs_are_counted_from_one_epoch():
     with within(10):
         found = plan(

@@ -1,11 +1,13 @@
 """The section `dpo`: the loss, the length of training and the validation schedule."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from tandem.config.losses import LossName, averages, unsupported_settings, why_not_losses
 from tandem.config.sections.section import Positive, Section, Share
+
+ValPeriod = int | Annotated[float, Field(gt=0, lt=1)]
 
 
 class Dpo(Section):
@@ -58,7 +60,10 @@ class Dpo(Section):
         description="stop after this many validations without improvement of checkpointing.metric_name, and export the best "
         "checkpoint; null: never",
     )
-    val_period: int = Field(default=25, description="steps between validations; <= 0: none during training")
+    val_period: ValPeriod = Field(
+        default=25,
+        description="steps between validations; between 0 and 1: share of an epoch; <= 0: none during training",
+    )
     val_batches: int | None = Field(
         default=None, description="maximum number of batches per validation set; null or <= 0: all"
     )

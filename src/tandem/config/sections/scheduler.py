@@ -14,6 +14,7 @@ WARMUP_DESCRIPTION = (
     "share of the run's steps in which the learning rate rises linearly; the first step has a rate of 0"
 )
 MIN_LR_DESCRIPTION = "final learning rate, as a share of the peak"
+NumSteps = Annotated[int, Field(ge=0)]
 
 
 class LinearSchedule(Section):
@@ -25,11 +26,24 @@ class LinearSchedule(Section):
 
 
 class CosineSchedule(Section):
-    """Warm-up, then cosine decay."""
+    """Warm-up, cosine decay, and optionally a constant learning rate at the end."""
 
     name: Literal["cosine"]
     warmup_ratio: WarmupRatio = Field(default=0.0, description=WARMUP_DESCRIPTION)
+    warmup_steps: NumSteps = Field(default=0, description="the warm-up as a number of steps, instead of warmup_ratio")
     min_lr_ratio: Share = Field(default=0.0, description=MIN_LR_DESCRIPTION)
+    constant_steps: NumSteps = Field(
+        default=0, description="number of steps, at the end of the run, with the final learning rate"
+    )
+
+    @model_validator(mode="after")
+    def _one_warm_up(self) -> "CosineSchedule":
+        if self.warmup_steps > 0 and self.warmup_ratio > 0:
+            raise ValueError(
+                f"policy.scheduler: warmup_steps = {self.warmup_steps} and warmup_ratio = {self.warmup_ratio:g} both give the "
+                "length of the warm-up. Leave out one of them"
+            )
+        return self
 
 
 class ConstantSchedule(Section):

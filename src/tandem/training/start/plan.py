@@ -32,6 +32,7 @@ class Schedule:
     batches: Batches
     num_steps: int
     num_pairs: int
+    val_period: int  # steps between validations; <= 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Plan:
     batches: Batches
     num_steps: int
     num_pairs: int  # in those steps
+    val_period: int  # steps between validations; <= 0: none
     highest_rate: float  # the highest learning rate that the schedule reaches in those steps
 
     def packers(self) -> dict[str, Packer]:
@@ -77,7 +79,19 @@ def plan_steps(sets: Sets, config: Config) -> Schedule:
             f"the training set has {shown_pairs(batches.num_pairs_of(0))}, fewer than one batch of {size}, so there would be no "
             f"step. {_suggest_smaller_batch(unpacked, config)}"
         )
-    return Schedule(batches, num_steps=len(counts), num_pairs=sum(counts))
+    return Schedule(
+        batches,
+        num_steps=len(counts),
+        num_pairs=sum(counts),
+        val_period=_steps_between_validations(batches, config.dpo.val_period),
+    )
+
+
+def _steps_between_validations(batches: Batches, given: float) -> int:
+    """Return dpo.val_period as a number of steps. Example: 0.25 of an epoch of 10 steps is 2 steps."""
+    if not 0 < given < 1:
+        return int(given)
+    return max(1, int(given * sum(1 for _ in batches.epoch(0))))
 
 
 def _check_weights(sets: Sets, config: Config) -> None:

@@ -226,6 +226,7 @@ def plan_rows(
         batches=schedule.batches,
         num_steps=schedule.num_steps,
         num_pairs=schedule.num_pairs,
+        val_period=schedule.val_period,
         highest_rate=highest_rate(config.policy, schedule.num_steps),
     )
     return plan, need
