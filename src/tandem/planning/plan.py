@@ -66,7 +66,7 @@ def _disk_need(inputs: Inputs, found: Outline, size: ModelSize, *, is_here: bool
     config, lora, parts = inputs.config, found.machine.lora, found.need.parts
     trained = lora.num_trained * 4 if lora is not None else parts.weights
     checkpoint = trained + (parts.states if config.checkpointing.save_optimizer else 0)
-    num_saved = math.ceil(found.plan.num_steps / config.checkpointing.save_period)
+    num_saved = math.ceil(found.plan.num_steps / found.plan.save_period)
     # The latest one is kept next to the best ones, and one is removed only after the next one is written.
     num = min(num_saved, config.checkpointing.keep_top_k + 2) if config.checkpointing.enabled else 0
     auto = inputs.source.dtype.itemsize if lora is None or config.export.merge_lora else 4

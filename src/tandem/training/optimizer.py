@@ -94,9 +94,7 @@ def rate_factor(schedule: NamedSchedule, steps_done: int, num_steps: int) -> flo
 
 
 def _num_warmup_steps(schedule: NamedSchedule, num_steps: int) -> int:
-    if isinstance(schedule, CosineSchedule) and schedule.warmup_steps > 0:
-        return schedule.warmup_steps
-    return _num_steps_of(schedule.warmup_ratio, num_steps)
+    return schedule.warmup_steps or _num_steps_of(schedule.warmup_ratio, num_steps)
 
 
 def _num_steps_of(ratio: float, num_steps: int) -> int:

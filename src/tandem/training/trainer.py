@@ -337,8 +337,8 @@ def _is_due(step: int, period: int) -> bool:
 
 
 def _is_save_due(t: Training, step: int) -> bool:
-    checkpointing = t.setup.config.checkpointing
-    return checkpointing.enabled and step != t.setup.plan.num_steps and _is_due(step, checkpointing.save_period)
+    plan = t.setup.plan
+    return t.setup.config.checkpointing.enabled and step != plan.num_steps and _is_due(step, plan.save_period)
 
 
 def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: Any) -> None:

@@ -34,6 +34,7 @@ def test_a_resolved_configuration_gives_the_same_schedule(tmp_path):
     assert yaml.safe_load(loaded.as_yaml())["policy"]["scheduler"] == {
         "name": "wsd",
         "warmup_ratio": 0.1,
+        "warmup_steps": 0,
         "decay_ratio": 0.1,
         "min_lr_ratio": 0.0,
     }
@@ -53,13 +54,13 @@ def test_a_resolved_configuration_gives_the_same_schedule(tmp_path):
         ),
         (
             "{name: constant, min_lr_ratio: 0.1}",
-            ".min_lr_ratio is not a setting of the schedule constant, which has name, warmup_ratio. For absolute steps, use "
-            "torch's schedulers (docs/keys.md, Schedules).",
+            ".min_lr_ratio is not a setting of the schedule constant, which has name, warmup_ratio, warmup_steps. For absolute steps, "
+            "use torch's schedulers (docs/keys.md, Schedules).",
         ),
         (
-            "{name: linear, warmup_steps: 20}",
-            ".warmup_steps is not a setting of the schedule linear, which has name, warmup_ratio, min_lr_ratio. For absolute "
-            "steps, use torch's schedulers (docs/keys.md, Schedules).",
+            "{name: linear, num_steps: 20}",
+            ".num_steps is not a setting of the schedule linear, which has name, warmup_ratio, warmup_steps, min_lr_ratio. "
+            "For absolute steps, use torch's schedulers (docs/keys.md, Schedules).",
         ),
         (
             "{name: cosine, warmup_steps: 20, warmup_ratio: 0.1}",

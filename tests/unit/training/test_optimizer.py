@@ -50,6 +50,8 @@ def rates_of(schedule: str, num_steps: int) -> list[float]:
             "{name: cosine, warmup_ratio: 0.2}",
             [0, 0.5, 1, 0.96194, 0.85355, 0.69134, 0.5, 0.30866, 0.14645, 0.03806],
         ),
+        ("{name: linear, warmup_steps: 2}", [0, 0.5, *(left / 8 for left in range(8, 0, -1))]),
+        ("{name: constant, warmup_steps: 4}", [0, 0.25, 0.5, 0.75, *[1] * 6]),
         # Four steps of decay, then a tenth.
         (
             "{name: cosine, warmup_steps: 2, constant_steps: 4, min_lr_ratio: 0.1}",

@@ -92,18 +92,24 @@ def test_a_run_that_would_never_end_is_refused_before_its_steps_are_counted(step
         (0.25, 2),
         (0.99, 9),
         (0.001, 1),
+        (1 / 3, 3),
+        (1, 1),
+        (1.0, 10),
     ],
 )
-def test_validations_come_after_a_number_of_steps_or_a_share_of_an_epoch(given, steps):
+def test_validations_and_checkpoints_come_after_a_number_of_steps_or_a_share_of_an_epoch(given, steps):
     found = plan(Pairs(*[1] * 21), B2, f"dpo.val_period={given}", "dpo.max_num_epochs=3", "dpo.max_num_steps=15")
     assert found.val_period == steps
+    if given:
+        assert plan(Pairs(*[1] * 21), B2, f"checkpointing.save_period={given}").save_period == steps
 
 
-def test_a_share_of_an_epoch_is_below_one():
+def test_a_share_of_an_epoch_is_at_most_one():
     with pytest.raises(ConfigError) as error:
         plan(Pairs(1), "dpo.val_period=1.5")
     assert str(error.value) == (
-        "command line: dpo.val_period = 1.5: input should be a valid integer, or input should be less than 1."
+        "command line: dpo.val_period = 1.5: input should be a valid integer, or input should be less than or equal "
+        "to 1."
     )
 
 

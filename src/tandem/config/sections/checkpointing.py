@@ -2,7 +2,7 @@
 
 from pydantic import Field, field_validator, model_validator
 
-from tandem.config.sections.section import PathText, Positive, Section
+from tandem.config.sections.section import PathText, Positive, Section, ShareOfEpoch
 
 
 class Checkpointing(Section):
@@ -13,7 +13,10 @@ class Checkpointing(Section):
         default=None,
         description="checkpoint folder; null: {run.dir}/checkpoints; if run.dir is null, this folder is the run directory",
     )
-    save_period: Positive = Field(default=50, description="steps between checkpoints; the last step is always saved")
+    save_period: Positive | ShareOfEpoch = Field(
+        default=50,
+        description="steps between checkpoints; 0.5: half an epoch, 1.0: an epoch; the last step is always saved",
+    )
     keep_top_k: Positive = Field(
         default=3,
         description="number of best checkpoints to keep, ranked by metric_name; the latest is always kept too",

@@ -1,13 +1,11 @@
 """The section `dpo`: the loss, the length of training and the validation schedule."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from tandem.config.losses import LossName, averages, unsupported_settings, why_not_losses
-from tandem.config.sections.section import Positive, Section, Share
-
-ValPeriod = int | Annotated[float, Field(gt=0, lt=1)]
+from tandem.config.sections.section import Positive, Section, Share, ShareOfEpoch
 
 
 class Dpo(Section):
@@ -60,9 +58,9 @@ class Dpo(Section):
         description="stop after this many validations without improvement of checkpointing.metric_name, and export the best "
         "checkpoint; null: never",
     )
-    val_period: ValPeriod = Field(
+    val_period: int | ShareOfEpoch = Field(
         default=25,
-        description="steps between validations; between 0 and 1: share of an epoch; <= 0: none during training",
+        description="steps between validations; 0.5: half an epoch, 1.0: an epoch; <= 0: none during training",
     )
     val_batches: int | None = Field(
         default=None, description="maximum number of batches per validation set; null or <= 0: all"

@@ -17,27 +17,15 @@ MIN_LR_DESCRIPTION = "final learning rate, as a share of the peak"
 NumSteps = Annotated[int, Field(ge=0)]
 
 
-class LinearSchedule(Section):
-    """Warm-up, then linear decay."""
+class WarmUp(Section):
+    """A warm-up, as a share of the run or as a number of steps."""
 
-    name: Literal["linear"]
-    warmup_ratio: WarmupRatio = Field(default=0.0, description=WARMUP_DESCRIPTION)
-    min_lr_ratio: Share = Field(default=0.0, description=MIN_LR_DESCRIPTION)
-
-
-class CosineSchedule(Section):
-    """Warm-up, cosine decay, and optionally a constant learning rate at the end."""
-
-    name: Literal["cosine"]
+    name: Any  # each schedule has its own; listed here so that it comes first
     warmup_ratio: WarmupRatio = Field(default=0.0, description=WARMUP_DESCRIPTION)
     warmup_steps: NumSteps = Field(default=0, description="the warm-up as a number of steps, instead of warmup_ratio")
-    min_lr_ratio: Share = Field(default=0.0, description=MIN_LR_DESCRIPTION)
-    constant_steps: NumSteps = Field(
-        default=0, description="number of steps, at the end of the run, with the final learning rate"
-    )
 
     @model_validator(mode="after")
-    def _one_warm_up(self) -> "CosineSchedule":
+    def _one_warm_up(self) -> "WarmUp":
         if self.warmup_steps > 0 and self.warmup_ratio > 0:
             raise ValueError(
                 f"policy.scheduler: warmup_steps = {self.warmup_steps} and warmup_ratio = {self.warmup_ratio:g} both give the "
@@ -46,18 +34,33 @@ class CosineSchedule(Section):
         return self
 
 
-class ConstantSchedule(Section):
+class LinearSchedule(WarmUp):
+    """Warm-up, then linear decay."""
+
+    name: Literal["linear"]
+    min_lr_ratio: Share = Field(default=0.0, description=MIN_LR_DESCRIPTION)
+
+
+class CosineSchedule(WarmUp):
+    """Warm-up, cosine decay, and optionally a constant learning rate at the end."""
+
+    name: Literal["cosine"]
+    min_lr_ratio: Share = Field(default=0.0, description=MIN_LR_DESCRIPTION)
+    constant_steps: NumSteps = Field(
+        default=0, description="number of steps, at the end of the run, with the final learning rate"
+    )
+
+
+class ConstantSchedule(WarmUp):
     """Warm-up, then a constant learning rate."""
 
     name: Literal["constant"]
-    warmup_ratio: WarmupRatio = Field(default=0.0, description=WARMUP_DESCRIPTION)
 
 
-class WsdSchedule(Section):
+class WsdSchedule(WarmUp):
     """Warm-up, a constant learning rate, and linear decay at the end (warmup-stable-decay)."""
 
     name: Literal["wsd"]
-    warmup_ratio: WarmupRatio = Field(default=0.0, description=WARMUP_DESCRIPTION)
     decay_ratio: Share = Field(
         default=0.1, description="share of the run's steps, at the end, in which the learning rate falls"
     )

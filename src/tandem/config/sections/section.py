@@ -10,6 +10,7 @@ EMBEDDED = "embedded"
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+ShareOfEpoch = Annotated[float, Field(gt=0, le=1)]  # 1.0 is an epoch, while the integer 1 is a step
 MAX_NAME_BYTES = 255  # of a file name, on all common file systems
 MAX_PATH_BYTES = 3000  # Linux allows 4,096; the rest is for files that tandem writes below the path
 LARGEST_INT = 2**63 - 1  # in torch and numpy

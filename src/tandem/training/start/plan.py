@@ -33,6 +33,7 @@ class Schedule:
     num_steps: int
     num_pairs: int
     val_period: int  # steps between validations; <= 0: none
+    save_period: int  # steps between checkpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Plan:
     num_steps: int
     num_pairs: int  # in those steps
     val_period: int  # steps between validations; <= 0: none
+    save_period: int  # steps between checkpoints
     highest_rate: float  # the highest learning rate that the schedule reaches in those steps
 
     def packers(self) -> dict[str, Packer]:
@@ -83,15 +85,19 @@ def plan_steps(sets: Sets, config: Config) -> Schedule:
         batches,
         num_steps=len(counts),
         num_pairs=sum(counts),
-        val_period=_steps_between_validations(batches, config.dpo.val_period),
+        val_period=_period_in_steps(batches, config.dpo.val_period),
+        save_period=_period_in_steps(batches, config.checkpointing.save_period),
     )
 
 
-def _steps_between_validations(batches: Batches, given: float) -> int:
-    """Return dpo.val_period as a number of steps. Example: 0.25 of an epoch of 10 steps is 2 steps."""
-    if not 0 < given < 1:
-        return int(given)
-    return max(1, int(given * sum(1 for _ in batches.epoch(0))))
+def _period_in_steps(batches: Batches, given: float) -> int:
+    """Return a number of steps, or a share of an epoch, as a number of steps. 0.25 of an epoch of 10 steps is 2 steps.
+
+    Floating-point error does not count: a third of 9 steps is 3, although 0.3333 * 9 is below 3.
+    """
+    if isinstance(given, int):
+        return given
+    return max(1, math.floor(round(given * sum(1 for _ in batches.epoch(0)), 6)))
 
 
 def _check_weights(sets: Sets, config: Config) -> None:

@@ -227,6 +227,7 @@ def plan_rows(
         num_steps=schedule.num_steps,
         num_pairs=schedule.num_pairs,
         val_period=schedule.val_period,
+        save_period=schedule.save_period,
         highest_rate=highest_rate(config.policy, schedule.num_steps),
     )
     return plan, need
