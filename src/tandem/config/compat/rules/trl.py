@@ -13,9 +13,7 @@ from tandem.config.compat.rules.trl_data import evaluates, evaluation_strategy
 ADAM_BETAS = (0.9, 0.999)
 PAIRS_PER_DEVICE = 8
 LOGGING_STEPS = 10
-ONLY_LAST_STEP = 1_000_000
 TRACKERS = ("wandb", "tensorboard", "mlflow")
-BY_STEPS = "tandem counts steps, not epochs."
 BEST_METRICS = {"loss": "val_loss", "rewards/accuracies": "val_accuracy", "rewards/margins": "val_rewards_margin_mean"}
 
 
@@ -26,7 +24,8 @@ def global_batch(key: str, value: Any, given: Given) -> Outcome:
     accumulated = given.get("gradient_accumulation_steps") or 1
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if not all(isinstance(one, int) and one > 0 for one in (per_device, accumulated)):
-        return refused("It must be a number above 0.")
+        whole = "per_device_train_batch_size and gradient_accumulation_steps must be whole numbers above 0."
+        return translated({}) if value is None else refused(whole)  # of null, the other key is refused
     note = f"{per_device} per device x {accumulated} of accumulation x {ranks} rank{'s' if ranks > 1 else ''}"
     return translated({"policy.train_global_batch_size": per_device * accumulated * ranks}, note)
 
@@ -76,12 +75,7 @@ def schedule(key: str, value: Any, given: Given) -> Outcome:
         if key.startswith("warmup"):
             return no_effect("lr_scheduler_type is constant, which has no warm-up. constant_with_warmup has one.")
         return translated({"policy.scheduler": {"name": "constant"}})
-    ratio = _warmup_ratio(given)
-    if ratio is None:
-        return refused(
-            "tandem gives the warm-up as a share of the run. Set warmup_ratio instead, such as 0.1, or also set max_steps."
-        )
-    warmup = {"warmup_ratio": ratio} if ratio else {}
+    warmup = _warm_up(given)
     match kind:
         case "linear" | "cosine" | "constant_with_warmup" if not kwargs:
             return translated({"policy.scheduler": {"name": kind.removesuffix("_with_warmup"), **warmup}})
@@ -95,15 +89,12 @@ def schedule(key: str, value: Any, given: Given) -> Outcome:
     )
 
 
-def _warmup_ratio(given: Given) -> float | None:
-    """The share of the run that is warm-up; None if it is a number of steps, and the length of the run is not known."""
+def _warm_up(given: Given) -> dict[str, Any]:
+    """The length of the warm-up: below 1 a share of the run, otherwise a number of steps, which counts more than the ratio."""
     steps, ratio = given.get("warmup_steps") or 0, given.get("warmup_ratio") or 0
-    if 0 < steps < 1:
-        return steps
-    if steps == 0:
-        return ratio
-    total = _steps_of_run(given)
-    return None if total is None else steps / total
+    if steps >= 1:
+        return {"warmup_steps": int(steps)}
+    return {"warmup_ratio": steps or ratio} if steps or ratio else {}
 
 
 def _least_rate(kwargs: Mapping[str, Any], given: Given) -> float | None:
@@ -129,39 +120,43 @@ def validation_period(key: str, value: Any, given: Given) -> Outcome:
     strategy = evaluation_strategy(given)
     if strategy == "steps":
         period = given.get("eval_steps") or given.get("logging_steps") or LOGGING_STEPS
-        return _in_steps("dpo.val_period", period, given)
+        found = _in_steps("eval_steps", "dpo.val_period", period, given)
+        total = _steps_of_run(given)
+        if found.kind == "refused" or (total is not None and total % found.settings["dpo.val_period"]):
+            return found
+        note = found.note if total is not None else "and after the last step"
+        return translated({**found.settings, "dpo.val_at_end": True}, note)
     if key == "eval_steps":
         return no_effect(f"eval_strategy is {strategy}.")
     if strategy == "no":
         return translated({"dpo.val_period": 0})
-    if strategy == "epoch" and _steps_of_run(given) is None and given.get("num_train_epochs") == 1:
-        return translated({"dpo.val_period": 0, "dpo.val_at_end": True}, "after the only epoch")
-    return refused(f"{BY_STEPS} Set eval_strategy=steps and eval_steps.")
+    if strategy == "epoch":
+        return translated({"dpo.val_period": 1.0, "dpo.val_at_end": True}, "1.0 is an epoch")
+    return refused("Set it to no, steps or epoch.")
 
 
 def save_period(key: str, value: Any, given: Given) -> Outcome:
     strategy = given.get("save_strategy", "steps")
     strategy = "no" if strategy in (None, False) else str(strategy).lower()
     if strategy == "steps":
-        return _in_steps("checkpointing.save_period", given.get("save_steps") or 500, given)
+        return _in_steps("save_steps", "checkpointing.save_period", given.get("save_steps") or 500, given)
     if key == "save_steps":
         return no_effect(f"save_strategy is {strategy}.")
     if strategy == "no":
         return translated({"checkpointing.enabled": False})
     if strategy == "epoch":
-        note = f"{BY_STEPS} The last step is saved; set checkpointing.save_period for more"
-        return translated({"checkpointing.save_period": ONLY_LAST_STEP}, note)
-    return refused("tandem saves every save_steps steps. Set save_strategy=steps.")
+        return translated({"checkpointing.save_period": 1.0}, "1.0 is an epoch")
+    return refused("tandem saves by steps or epochs. Set save_strategy=steps.")
 
 
-def _in_steps(key: str, period: float, given: Given) -> Outcome:
-    """A number of steps, or below 1 a share of the run."""
+def _in_steps(of: str, key: str, period: float, given: Given) -> Outcome:
+    """The period in the key `of`: a number of steps, or below 1 a share of the run."""
     if period >= 1:
         return translated({key: int(period)})
     total = _steps_of_run(given)
     if total is None:
         return refused(
-            "It is a share of the run, whose length is not known. Set a number of steps, or also set max_steps."
+            f"{of} is a share of the run, whose length is not known. Set a number of steps, or set max_steps too."
         )
     return translated({key: math.ceil(period * total)}, f"{period:g} of {total} steps")
 
