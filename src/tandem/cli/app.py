@@ -90,7 +90,7 @@ FromFormat = Annotated[
     typer.Option(
         "--from-format",
         metavar="NAME",
-        help="The trainer that the configuration was written for, if it is not recognised: nemo-rl.",
+        help="The trainer that the configuration was written for, if it is not recognised: nemo-rl, trl.",
     ),
 ]
 

@@ -53,6 +53,7 @@ class LoadedConfig:
     sent_variables: tuple[str, ...] = ()  # environment variables that are sent to trackers or the hub
     allows_code: bool = False  # whether the file may name Python code
     translation: Translation | None = None  # if the file was written for another trainer
+    from_format: str | None = None  # the trainer that it was written for, if given
     secrets: Secrets = field(default_factory=Secrets, repr=False, compare=False)  # values to hide in messages
 
     @property
@@ -73,6 +74,12 @@ class LoadedConfig:
         """The --allow-env and --allow-code options that a command needs if it reads this configuration from a file."""
         code = ["--allow-code"] if self.config.run.code else []
         return [*code, *(part for name in self.sent_variables for part in ("--allow-env", name))]
+
+    @property
+    def source(self) -> list[str]:
+        """The arguments of a command that reads the same configuration, except the overrides."""
+        file = ["--config", self.file, *self.options] if self.file else []
+        return [*file, *(["--from-format", self.from_format] if self.from_format else [])]
 
     def as_yaml(self) -> str:
         """Return the resolved configuration as YAML. Values from the environment are shown as interpolations, ${...}.
@@ -141,6 +148,7 @@ def load_config(
         sent_variables=check_sent_variables(config, found, from_files, allow_env),
         allows_code=allow_code,
         translation=translation,
+        from_format=from_format,
         secrets=SECRETS.copy(),
     )
 

@@ -68,7 +68,10 @@ class Planner:
 
     def _plan(self, keys: dict[str, Any], target: Target) -> Outline | None:
         try:
-            config = load_config(self.loaded.file, self.overrides(keys), self.loaded.sent_variables).config
+            loaded = self.loaded
+            config = load_config(
+                loaded.file, self.overrides(keys), loaded.sent_variables, from_format=loaded.from_format
+            ).config
             if keys and config == self.inputs.config:
                 return None
             return outline(with_config(self.inputs, config), replace(target, is_here=False), self.size)
@@ -83,8 +86,7 @@ class Planner:
         return found
 
     def command(self, name: str, keys: dict[str, Any], options: Sequence[str] = ()) -> str:
-        file = ["--config", self.loaded.file, *self.loaded.options] if self.loaded.file else []
-        return tandem_command(name, *file, *self.overrides(keys), *options)
+        return tandem_command(name, *self.loaded.source, *self.overrides(keys), *options)
 
 
 def suggest(

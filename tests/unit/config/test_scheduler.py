@@ -54,8 +54,8 @@ def test_a_resolved_configuration_gives_the_same_schedule(tmp_path):
         ),
         (
             "{name: constant, min_lr_ratio: 0.1}",
-            ".min_lr_ratio is not a setting of the schedule constant, which has name, warmup_ratio, warmup_steps. For absolute steps, "
-            "use torch's schedulers (docs/keys.md, Schedules).",
+            ".min_lr_ratio is not a setting of the schedule constant, which has name, warmup_ratio, warmup_steps. For absolute "
+            "steps, use torch's schedulers (docs/keys.md, Schedules).",
         ),
         (
             "{name: linear, num_steps: 20}",

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem.config.compat.records import Translation
+from tandem.config.compat.records import Translation, nested
 from tandem.config.compat.rules.registry import RULES
 from tandem.config.compat.table import load_table
-from tandem.config.compat.translate import is_own_key, recognise
+from tandem.config.compat.translate import is_own_key, recognise, translate
 from tandem.config.load import load_config
+from tandem.config.validation import flatten
 from tandem.errors import ConfigError
 
 DATA = {"model_name_or_path": "org/model", "dataset_name": "org/pairs"}
@@ -233,6 +234,8 @@ def test_the_batch_counts_devices_accumulation_and_ranks(load, monkeypatch):
     translation = load(tree).translation
     assert outcomes(translation)["per_device_train_batch_size"][1] == {"policy.train_global_batch_size": 64}
     assert note_of(translation, "per_device_train_batch_size") == "2 per device x 8 of accumulation x 4 ranks"
+    launched = load({**tree, "num_processes": 2, "accelerate_config": "zero3"}).translation  # accelerate's launcher
+    assert note_of(launched, "num_processes") == "2 per device x 8 of accumulation x 2 ranks"
     by_default = load(DATA).translation
     assert outcomes(by_default)["policy.train_global_batch_size"] == ("default", {"policy.train_global_batch_size": 32})
     assert note_of(by_default, "policy.train_global_batch_size") == "8 per device x 1 of accumulation x 4 ranks"
@@ -489,8 +492,8 @@ REFUSED = [
     ),
     (
         {"per_device_train_batch_size": 0},
-        "per_device_train_batch_size = 0: per_device_train_batch_size and gradient_accumulation_steps must be whole numbers "
-        "above 0.",
+        "per_device_train_batch_size = 0: per_device_train_batch_size, gradient_accumulation_steps and num_processes must be "
+        "whole numbers above 0.",
     ),
     (
         {"use_peft": True, "use_dora": True},
@@ -540,8 +543,6 @@ def test_a_model_is_needed(load, tmp_path):
 
 
 def test_no_key_of_the_input_is_missing_from_the_table(load):
-    from tandem.config.validation import flatten
-
     for tree in (CURRENT, {**DATA, **ADAPTERS}):
         rows = load(tree).translation.rows
         assert sorted(row.key for row in rows if row.kind != "default") == sorted(flatten(tree))
@@ -584,6 +585,18 @@ def test_every_field_of_trl_is_in_the_table():
             assert case.action != "to" or is_own_key(case.argument)
             assert case.action != "rule" or case.argument in RULES
     assert all(map(is_own_key, table.defaults))
+
+
+@pytest.mark.parametrize("value", [None, True, 0, 1, 0.5, "x", ["a"], {"a": 1}], ids=repr)
+def test_each_key_of_the_table_is_in_the_result_or_in_the_message(value):
+    for written in load_table("trl").keys:
+        tree = {"model_name_or_path": "m"} | nested({written.replace(".**", ".inner").replace("*", "name"): value})
+        try:
+            rows = translate("trl", tree, dict.fromkeys(flatten(tree), "theirs.yaml")).rows
+        except ConfigError as error:
+            assert all(f"theirs.yaml: {key} = " in str(error) for key in flatten(tree) if key != "model_name_or_path")
+        else:
+            assert [row.key for row in rows if row.kind != "default"] == list(flatten(tree))
 
 
 def test_files_are_recognised_and_others_are_left_alone(load):

@@ -42,7 +42,11 @@ def translate(origin: str, tree: dict[str, Any], places: Mapping[str, str]) -> T
     missing = [
         TranslatedKey(key, None, refused(reason)) for key, reason in table.required.items() if given.get(key) is None
     ]
-    if problems := [row for row in [*rows, *missing, *defaults] if row.kind == "refused"]:
+    problems = [row for row in [*rows, *missing] if row.kind == "refused"]
+    reasons = {
+        row.outcome.note for row in problems
+    }  # a default may be refused for the same reason as a key that was given
+    if problems := [*problems, *(row for row in defaults if row.kind == "refused" and row.outcome.note not in reasons)]:
         unknown = next(iter(places.values()), "configuration")
         raise ConfigError(_refusal(table.name, problems, {row.key: unknown for row in problems} | dict(given.origins)))
     settings: dict[str, Any] = {}

@@ -211,9 +211,12 @@ def with_real_model(loaded: LoadedConfig, run: Path, num_pairs: int) -> str:
     if config.policy.packing.mode != "dataset":  # whose batches must be large enough for a pack
         given = with_override(given, BATCH_SIZE_KEY, suggested_batch_size(num_pairs))
     default_rate = _value(Config(), RATE_KEY)
-    if _value(load_config(file, given, loaded.sent_variables).config, RATE_KEY) != default_rate:  # set in the file
+    if (
+        _value(load_config(file, given, loaded.sent_variables, from_format=loaded.from_format).config, RATE_KEY)
+        != default_rate
+    ):  # set in the file
         given = with_override(given, RATE_KEY, default_rate)
-    return tandem_command("train", *(["--config", file, *loaded.options] if file else []), *given)
+    return tandem_command("train", *replace(loaded, file=file).source, *given)
 
 
 def _value(config: Config, key: str) -> Any:

@@ -13,19 +13,20 @@ from tandem.config.compat.rules.trl_data import evaluates, evaluation_strategy
 ADAM_BETAS = (0.9, 0.999)
 PAIRS_PER_DEVICE = 8
 LOGGING_STEPS = 10
+BATCH_KEYS = "per_device_train_batch_size, gradient_accumulation_steps and num_processes"
 TRACKERS = ("wandb", "tensorboard", "mlflow")
 BEST_METRICS = {"loss": "val_loss", "rewards/accuracies": "val_accuracy", "rewards/margins": "val_rewards_margin_mean"}
 
 
 def global_batch(key: str, value: Any, given: Given) -> Outcome:
-    """Pairs per step: per device, times steps of accumulation, times ranks."""
+    """Pairs per step: per device, times steps of accumulation, times ranks, which num_processes may give."""
     per_device = given.get("per_device_train_batch_size", given.get("per_gpu_train_batch_size"))
     per_device = PAIRS_PER_DEVICE if per_device is None else per_device
     accumulated = given.get("gradient_accumulation_steps") or 1
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if not all(isinstance(one, int) and one > 0 for one in (per_device, accumulated)):
-        whole = "per_device_train_batch_size and gradient_accumulation_steps must be whole numbers above 0."
-        return translated({}) if value is None else refused(whole)  # of null, the other key is refused
+    processes = given.get("num_processes")  # of accelerate's launcher
+    ranks = int(os.environ.get("WORLD_SIZE", "1")) if processes is None else processes
+    if not all(isinstance(one, int) and one > 0 for one in (per_device, accumulated, ranks)):
+        return refused(f"{BATCH_KEYS} must be whole numbers above 0.")
     note = f"{per_device} per device x {accumulated} of accumulation x {ranks} rank{'s' if ranks > 1 else ''}"
     return translated({"policy.train_global_batch_size": per_device * accumulated * ranks}, note)
 
