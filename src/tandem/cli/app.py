@@ -90,7 +90,8 @@ FromFormat = Annotated[
     typer.Option(
         "--from-format",
         metavar="NAME",
-        help="The trainer that the configuration was written for, if it is not recognised: nemo-rl, nemo-aligner.",
+        help="The trainer that the configuration was written for, if it is not recognised: nemo-rl, nemo-aligner, trl, "
+        "llama-factory or axolotl.",
     ),
 ]
 

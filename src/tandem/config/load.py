@@ -26,7 +26,9 @@ from tandem.config.schema import Config
 from tandem.config.sections.datasets import DatasetFields
 from tandem.config.sections.section import EMBEDDED, expand_home
 from tandem.config.source.files import TreeAndOrigins, merge, read_file, refuse_groups
+from tandem.config.source.flags import with_flags
 from tandem.config.source.overrides import Change, changes_in, parse_change
+from tandem.config.source.script import is_script, read_script
 from tandem.config.source.yaml_text import to_yaml
 from tandem.config.validation import GIVEN_BY_USER, flatten, origin_of, validate
 from tandem.errors import ConfigError, one_line
@@ -34,6 +36,7 @@ from tandem.terminal.commands import override as override_text
 from tandem.terminal.printable import SECRETS, Secrets
 
 Overrides = Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
+SCRIPT_FORMAT = "trl"  # the trainer whose scripts are read
 EMBEDDED_DEFAULT = "the embedded default"  # the origin of its values
 MODEL_OR_DATA = ("policy.model_name.", "data.train.", "data.validation.", "data.val_data_paths.", "data.default.")
 
@@ -119,12 +122,13 @@ def load_config(
     """
     SECRETS.clear()
     given = deepcopy((overrides,) if isinstance(overrides, Mapping | str) else tuple(overrides))
-    file = None if file is None else str(file)
+    given, file = with_flags(given, None if file is None else str(file), from_format)
+    from_format = from_format or (SCRIPT_FORMAT if file and is_script(file) else None)
     changes = [
         change for one in given for change in (changes_in(one) if isinstance(one, Mapping) else [parse_change(one)])
     ]
     _check_format(from_format)
-    tree, origins = read_file(Path(expand_home(file))) if file else _start_without_file(changes, from_format)
+    tree, origins = _start(file, from_format, changes)
     for change in changes:
         _apply(change, tree, origins)
     translation = _translated(tree, origins, from_format) if file or from_format else None
@@ -156,6 +160,13 @@ def load_config(
         translation=translation,
         secrets=SECRETS.copy(),
     )
+
+
+def _start(file: str | None, from_format: str | None, changes: list[Change]) -> TreeAndOrigins:
+    if file is None:
+        return _start_without_file(changes, from_format)
+    path = Path(expand_home(file))
+    return read_script(path) if is_script(file) else read_file(path)
 
 
 def _translated(tree: dict[str, Any], origins: dict[str, str], from_format: str | None) -> Translation | None:

@@ -1,0 +1,212 @@
+"""Rules for TRL's configurations and scripts: the model, adapters and data."""
+
+from collections.abc import Mapping
+from math import sqrt
+from typing import Any
+
+from tandem.config.compat.records import Given, Outcome, no_effect, refused, translated
+from tandem.config.sections.policy import ALL_LINEAR
+
+FILE_LOADERS = ("json", "csv", "parquet", "arrow")  # names that datasets has for kinds of files
+PEFT_LAYERS = ["q_proj", "v_proj"]
+PEFT_LAYERS_NOTE = "peft's own choice for most models; set target_modules for others"
+SCRIPT_LORA = {"r": 8, "lora_alpha": 8}  # defaults of LoraConfig
+READ_FIELDS = ("path", "name", "data_files", "split", "revision")
+FREE_FIELDS = ("columns", "streaming", "num_proc", "cache_dir", "token", "trust_remote_code")
+
+
+def evaluation_strategy(given: Given) -> str:
+    """no, steps or epoch. YAML reads a bare no as false."""
+    value = given.get("eval_strategy", given.get("evaluation_strategy"))
+    return "no" if value in (None, False) else str(value).lower()
+
+
+def evaluates(given: Given) -> bool:
+    return evaluation_strategy(given) != "no"
+
+
+def trains_adapters(given: Given) -> bool:
+    return bool(given.get("use_peft")) or "peft_config" in given
+
+
+def data_type(key: str, value: Any, given: Given) -> Outcome:
+    """The data type that weights are loaded in. It is also that of training."""
+    if trains_adapters(given):
+        return no_effect(
+            "Only adapters are trained, in float32. Frozen weights keep their published type in bfloat16 runs."
+        )
+    match str(value).removeprefix("torch."):
+        case "float32":
+            return translated({"policy.weights": "float32"})
+        case "bfloat16":
+            note = "as there, small updates are lost; bfloat16_stochastic keeps them, and float32 is exact"
+            return translated({"policy.weights": "bfloat16_nearest"}, note)
+        case "auto" | "None":
+            note = (
+                "float32 is exact; for the model's bfloat16, set policy.weights=bfloat16_nearest or bfloat16_stochastic"
+            )
+            return translated({"policy.weights": "float32"}, note)
+    return refused("tandem trains weights in float32 or bfloat16. Set it to one of them.")
+
+
+def reference_model(key: str, value: Any, given: Given) -> Outcome:
+    if value == given.get("model_name_or_path"):
+        return no_effect("It is the model before training, as by default.")
+    return translated({"reference.model": value})
+
+
+def tokenizer(key: str, value: Any, given: Given) -> Outcome:
+    if value == given.get("model_name_or_path"):
+        return no_effect("It is the model's own.")
+    return translated({"policy.tokenizer.name": value})
+
+
+def use_peft(key: str, value: Any, given: Given) -> Outcome:
+    """Adapters. Defaults of TRL that differ from tandem's apply if their keys are not set."""
+    settings: dict[str, Any] = {"policy.lora.enabled": True}
+    if given.get("lora_dropout") is None:
+        settings["policy.lora.dropout"] = 0.05
+    return _with_layers(settings, given.get("lora_target_modules"))
+
+
+def peft_config(key: str, value: Any, given: Given) -> Outcome:
+    """A LoraConfig(...) call of a script, whose defaults are peft's."""
+    if str(value).upper() != "LORA":
+        return refused("tandem trains LoRA adapters.")
+    settings: dict[str, Any] = {"policy.lora.enabled": True}
+    if given.get("peft_config.r") is None:
+        settings["policy.lora.dim"] = SCRIPT_LORA["r"]
+    if given.get("peft_config.lora_alpha") is None:
+        settings["policy.lora.alpha"] = _scale(SCRIPT_LORA["lora_alpha"], "peft_config.", given)
+    return _with_layers(settings, given.get("peft_config.target_modules"))
+
+
+def _with_layers(settings: dict[str, Any], layers: Any) -> Outcome:
+    if layers is not None:
+        return translated(settings)
+    return translated({**settings, "policy.lora.target_modules": PEFT_LAYERS}, PEFT_LAYERS_NOTE)
+
+
+def lora_alpha(key: str, value: Any, given: Given) -> Outcome:
+    prefix = key.removesuffix("lora_alpha")
+    scaled = _scale(value, prefix, given)
+    return translated(
+        {"policy.lora.alpha": scaled}, "times the root of r, because of use_rslora" if scaled != value else None
+    )
+
+
+def rank_stabilised(key: str, value: Any, given: Given) -> Outcome:
+    """use_rslora scales by alpha / sqrt(r), which is a larger alpha of plain LoRA."""
+    if not value:
+        return no_effect("It is off.")
+    prefix = key.removesuffix("use_rslora")
+    default = SCRIPT_LORA["lora_alpha"] if prefix else 32
+    alpha = given.get(f"{prefix}lora_alpha")
+    return translated({"policy.lora.alpha": _scale(default if alpha is None else alpha, prefix, given)})
+
+
+def _scale(alpha: float, prefix: str, given: Given) -> float:
+    if not given.get(f"{prefix}use_rslora"):
+        return alpha
+    rank = given.get(f"{prefix}r") or given.get(f"{prefix}lora_r") or (SCRIPT_LORA["r"] if prefix else 16)
+    return alpha * sqrt(rank)
+
+
+def layers(key: str, value: Any, given: Given) -> Outcome:
+    """target_modules: all-linear, a regular expression, or a list of names. TRL reads a list of one item as its item."""
+    names = value.split(",") if isinstance(value, str) and "," in value and "(" not in value else value
+    if names in (ALL_LINEAR, [ALL_LINEAR]):
+        return translated({"policy.lora.target_modules": ALL_LINEAR})
+    if isinstance(names, str) and names.isidentifier():
+        names = [names]
+    return translated({"policy.lora.target_modules": names})
+
+
+def dataset(key: str, value: Any, given: Given) -> Outcome:
+    """dataset_name and its companions. The same set has the split to validate on."""
+    if given.get("datasets"):
+        return no_effect("datasets names the data.")
+    found: dict[str, Any] = {}
+    if key == "dataset_name":
+        found["data.train.data_path"] = value
+        if evaluates(given):
+            found |= {"data.validation.data_path": value, "data.validation.split": _test_split(given)}
+    if key == "dataset_config":
+        found["data.train.subset"] = value
+        if evaluates(given):
+            found["data.validation.subset"] = value
+    if key == "dataset_train_split":
+        found["data.train.split"] = value
+    if key == "dataset_test_split":
+        if not evaluates(given):
+            return no_effect("eval_strategy is no, so nothing is validated.")
+        found["data.validation.split"] = value
+    return translated(found)
+
+
+def _test_split(given: Given) -> str:
+    return given.get("dataset_test_split") or "test"
+
+
+def mixture(key: str, value: Any, given: Given) -> Outcome:
+    """datasets: a list of sets to train on together."""
+    if not value:
+        return no_effect("It is empty.")
+    sets = [fields_of(one) for one in value]
+    if reason := next((one for one in sets if isinstance(one, str)), None):
+        return refused(reason)
+    return translated({"data.train": sets[0] if len(sets) == 1 else sets})
+
+
+def fields_of(entry: Mapping[str, Any]) -> dict[str, Any] | str:
+    """Return one dataset as fields of tandem's, or the reason why that is not possible."""
+    entry = {name: one for name, one in entry.items() if one is not None and name not in FREE_FIELDS}
+    path, files, split = entry.get("path"), entry.get("data_files"), entry.get("split")
+    if unknown := [name for name in entry if name not in READ_FIELDS]:
+        what = {"fraction": " data.train takes a weight for each set.", "data_dir": " Give the folder as path."}
+        return f"tandem cannot translate {unknown[0]} of a dataset.{what.get(unknown[0], '')} Remove it."
+    if split is not None and any(sign in split for sign in "[+"):
+        return f"tandem reads a split as a whole, not {split}. Write the rows to a file, and name the file."
+    if path in FILE_LOADERS:
+        files = files.get(split or "train") if isinstance(files, Mapping) else files
+        files = files[0] if isinstance(files, list) and len(files) == 1 else files
+        if not isinstance(files, str):
+            return "tandem reads one path per set. Write data_files as a pattern, such as FOLDER/*.jsonl."
+        return {"data_path": files}
+    if files is not None or path is None:
+        return "tandem reads the files of a split, not data_files. Name the file itself with path: json and data_files."
+    found = {"data_path": path, "subset": entry.get("name"), "split": split, "revision": entry.get("revision")}
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def script_dataset(key: str, value: Any, given: Given) -> Outcome:
+    """train_dataset.* and eval_dataset.*: the load_dataset(...) calls of a script. Each key gives the same result."""
+    section = key.partition(".")[0]
+    if section == "eval_dataset" and not evaluates(given):
+        return no_effect("eval_strategy is no, so nothing is validated.")
+    fields = fields_of(given.get(section))
+    if isinstance(fields, str):
+        return refused(fields)
+    target = "data.train" if section == "train_dataset" else "data.validation"
+    return translated({f"{target}.{name}": one for name, one in fields.items()})
+
+
+def held_out(key: str, value: Any, given: Given) -> Outcome:
+    if isinstance(value, float) and 0 < value < 1:
+        return translated(
+            {"data.validation_share": value}, "other pairs than TRL holds out; pairs of a prompt stay together"
+        )
+    return refused("tandem holds out a share of the pairs. Set a number between 0 and 1.")
+
+
+def plain_text(key: str, value: Any, given: Given) -> Outcome:
+    return translated(
+        {"policy.tokenizer.chat_template": "default"},
+        "TRL uses it for messages only: for rows of plain text, set policy.tokenizer.chat_template=null",
+    )
+
+
+RULES = (
+    *(data_type, reference_model, tokenizer, use_peft, peft_config, lora_alpha, rank_stabilised, layers),
+    *(dataset, mixture, script_dataset, held_out, plain_text),
+)

@@ -1,0 +1,224 @@
+"""Reads the settings of a TRL training script from its syntax tree. The script is never run or imported."""
+
+import ast
+import warnings
+from pathlib import Path
+from typing import Any
+
+from tandem.config.compat.records import nested
+from tandem.config.source.files import TreeAndOrigins
+from tandem.config.source.literals import Literals, NotLiteralError
+from tandem.errors import ConfigError, one_line
+
+MAX_CHARACTERS = 1024 * 1024
+CONFIGS = ("DPOConfig", "TrainingArguments")
+FIRST_ARGUMENTS = {
+    "DPOTrainer": ("model", "ref_model", "args"),
+    "DPOConfig": ("output_dir",),
+    "TrainingArguments": ("output_dir",),
+    "LoraConfig": (),
+    "BitsAndBytesConfig": (),
+    "from_pretrained": ("pretrained_model_name_or_path",),
+    "load_dataset": ("path", "name"),
+}
+NOT_RUN = ("callbacks", "data_collator", "compute_metrics", "optimizers", "preprocess_logits_for_metrics", "model_init")
+TOKENIZERS = ("processing_class", "tokenizer")
+NO_CALL = (
+    "no DPOTrainer(...) and no DPOConfig(...) is called in it. If the script parses flags, give them to tandem: "
+    "tandem train --from-format trl -- --FLAG VALUE."
+)
+
+
+def is_script(path: str) -> bool:
+    return path.endswith(".py")
+
+
+def read_script(path: Path) -> TreeAndOrigins:
+    """Return the settings of a script by TRL's names, and the line of each. Raise ConfigError if one is not a literal value."""
+    return _Script(path).read()
+
+
+class _Script:
+    """A script, the settings found in it, and those that cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tree, source = _parse(path)
+        self.literals = Literals(self.tree, source)
+        self.settings: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+        self.problems: list[str] = []
+
+    def read(self) -> TreeAndOrigins:
+        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        trainers = [call for call in calls if _name(call) == "DPOTrainer"]
+        configs = [call for call in calls if _name(call) in CONFIGS]
+        several = trainers if len(trainers) > 1 else configs if not trainers and len(configs) > 1 else []
+        if several:
+            lines = " and ".join(str(call.lineno) for call in several[:3])
+            raise ConfigError(
+                f"{self.path}: {_name(several[0])}(...) is called several times, on lines {lines}, so the script has several "
+                "runs. Keep one in a copy of the script."
+            )
+        if trainers:
+            self._trainer(trainers[0])
+        elif configs:
+            self._config(configs[0], "args")
+        else:
+            raise ConfigError(f"{self.path}: {NO_CALL}")
+        if self.problems:
+            count = "a setting" if len(self.problems) == 1 else f"{len(self.problems)} settings"
+            lines = "\n".join(f"  {line}" for line in self.problems[:20])
+            raise ConfigError(
+                f"{self.path}: {count} cannot be read, because the script is not run. Write literal values in a copy.\n{lines}"
+            )
+        return nested(self.settings), self.origins
+
+    def _trainer(self, call: ast.Call) -> None:
+        for name, node in self._arguments(call).items():
+            found = self.literals.follow(node)
+            if isinstance(found, ast.Constant) and found.value is None:
+                continue
+            if name == "model":
+                self._model(found, name)
+            elif name == "args":
+                self._config(found, name)
+            elif name == "ref_model" or name in TOKENIZERS:
+                self._named(found, name)
+            elif name in ("train_dataset", "eval_dataset"):
+                self._dataset(found, name)
+            elif name == "peft_config":
+                self._lora(found, name)
+            elif name == "quantization_config":
+                self._call(found, name, ("BitsAndBytesConfig",), "model_init_kwargs.quantization_config.")
+            elif name in NOT_RUN:
+                self._problem(node, f"{name} is code, which tandem does not run. Remove it")
+            else:
+                self._set(name, node)  # of releases before 0.9: beta, max_length and others
+
+    def _config(self, node: ast.expr, what: str) -> None:
+        if not self._call(node, what, CONFIGS, ""):
+            return
+        names = {name for name, values in self.literals.assigned.items() if node in values}
+        for statement in ast.walk(self.tree):
+            if isinstance(statement, ast.Assign):
+                for target in statement.targets:
+                    if (
+                        isinstance(target, ast.Attribute)
+                        and isinstance(target.value, ast.Name)
+                        and target.value.id in names
+                    ):
+                        self._set(target.attr, statement.value)
+
+    def _model(self, node: ast.expr, what: str) -> None:
+        if isinstance(node, ast.Call) and _name(node) == "get_peft_model" and len(node.args) == 2:
+            self._model(self.literals.follow(node.args[0]), what)
+            self._lora(self.literals.follow(node.args[1]), "peft_config")
+        elif isinstance(node, ast.Call) and _name(node) == "from_pretrained" and "Peft" not in _owner(node):
+            for name, value in self._arguments(node).items():
+                if name == "quantization_config":
+                    prefix = "model_init_kwargs.quantization_config."
+                    self._call(self.literals.follow(value), name, ("BitsAndBytesConfig",), prefix)
+                elif name == FIRST_ARGUMENTS["from_pretrained"][0]:
+                    self._set("model_name_or_path", value)
+                else:
+                    self._set(f"model_init_kwargs.{name}", value)
+        elif isinstance(node, ast.Call) and _name(node) == "from_pretrained":
+            self._problem(node, f"{what} is a trained adapter. Set policy.lora.adapter to its folder")
+        else:
+            self._set("model_name_or_path", node, what)
+
+    def _named(self, node: ast.expr, what: str) -> None:
+        """A reference model or a tokenizer: its name alone counts."""
+        if isinstance(node, ast.Call) and _name(node) == "from_pretrained":
+            arguments = self._arguments(node)
+            node = arguments.get(FIRST_ARGUMENTS["from_pretrained"][0], node)
+        self._set("processing_class" if what in TOKENIZERS else what, node, what)
+
+    def _dataset(self, node: ast.expr, what: str) -> None:
+        if isinstance(node, ast.Subscript):
+            self._set(f"{what}.split", node.slice)
+            node = self.literals.follow(node.value)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _name(node) != "load_dataset":
+            self._problem(
+                node, f"{what}: .{node.func.attr}(...) is not run. Write the rows to a file, and load that file"
+            )
+            return
+        self._call(node, what, ("load_dataset",), f"{what}.")
+
+    def _lora(self, node: ast.expr, what: str) -> None:
+        if self._call(node, what, ("LoraConfig",), "peft_config."):
+            self._put("peft_config.peft_type", "LORA", node)
+
+    def _call(self, node: ast.expr, what: str, names: tuple[str, ...], prefix: str) -> bool:
+        """Set the arguments of a call of one of these names. Return False, and note the problem, if it is none."""
+        if not isinstance(node, ast.Call) or _name(node) not in names:
+            self._problem(node, f"{what} is not {names[0]}(...) with literal values")
+            return False
+        for name, value in self._arguments(node).items():
+            self._set(f"{prefix}{name}", value)
+        return True
+
+    def _arguments(self, call: ast.Call) -> dict[str, ast.expr]:
+        """The arguments of a call by name, those given by position too."""
+        known = FIRST_ARGUMENTS.get(_name(call), ())
+        found: dict[str, ast.expr] = dict(zip(known, call.args, strict=False))
+        for node in call.args[len(known) :]:
+            self._problem(node, f"an argument of {_name(call)}(...) without a name. Give its name")
+        for keyword in call.keywords:
+            if keyword.arg is None:
+                self._problem(keyword.value, f"**{self._text(keyword.value)} of {_name(call)}(...) hides its names")
+            else:
+                found[keyword.arg] = keyword.value
+        return found
+
+    def _set(self, key: str, node: ast.expr, what: str | None = None) -> None:
+        try:
+            self._put(key, self.literals.value(node), node)
+        except NotLiteralError as error:
+            self._problem(node, f"{what or key} = {self._text(node)}: {error}")
+
+    def _put(self, key: str, value: Any, node: ast.expr) -> None:
+        self.settings[key] = value
+        self.origins[key] = f"{self.path}:{node.lineno}"
+
+    def _problem(self, node: ast.expr, text: str) -> None:
+        self.problems.append(f"{self.path}:{node.lineno}: {text}.")
+
+    def _text(self, node: ast.expr) -> str:
+        """The source of a value, on one line and shortened."""
+        text = " ".join((ast.get_source_segment(self.literals.source, node) or "...").split())
+        return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _parse(path: Path) -> tuple[ast.Module, str]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such script.") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not readable as a script: {one_line(error)}") from None
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(f"{path}: the script has more than {MAX_CHARACTERS:,} characters. Is it a training script?")
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(text)
+    except SyntaxError as error:
+        where = f"{path}:{error.lineno}" if error.lineno else str(path)
+        raise ConfigError(f"{where}: not readable as Python: {error.msg}.") from None
+    except (ValueError, RecursionError, MemoryError, OverflowError) as error:
+        raise ConfigError(f"{path}: not readable as Python: {one_line(error) or type(error).__name__}.") from None
+    return tree, text
+
+
+def _name(call: ast.Call) -> str:
+    """The last part of what is called: from_pretrained of AutoModelForCausalLM.from_pretrained(...)."""
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def _owner(call: ast.Call) -> str:
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    return owner.attr if isinstance(owner, ast.Attribute) else owner.id if isinstance(owner, ast.Name) else ""
