@@ -349,6 +349,7 @@ def python_without_trl(tmp_path) -> Path:
     ("name", "arguments"),
     [
         ("parity_trl", []),
+        ("trl_trajectory", []),
         ("packing", []),
         ("prepare", ["--tokenizer", MODEL]),
         ("curve", ["--model", MODEL, "--data", TRAIN]),
