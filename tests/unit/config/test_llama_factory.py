@@ -282,8 +282,8 @@ def test_a_key_without_effect_has_its_reason(changes, key, reason):
         ),
         (
             {"warmup_ratio": None, "lr_scheduler_type": None, "lr_scheduler_kwargs": {"num_cycles": 2}},
-            "lr_scheduler_kwargs.num_cycles = 2: num_cycles: the schedule linear has no such setting here. Leave it out, or set "
-            "policy.scheduler.",
+            "lr_scheduler_kwargs.num_cycles = 2: lr_scheduler_kwargs (num_cycles): the schedule linear has no such setting "
+            "here. Leave it out, or set policy.scheduler.",
         ),
         (
             {"max_samples": 5},

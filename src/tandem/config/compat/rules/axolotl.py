@@ -191,8 +191,13 @@ def batch(key: str, value: Any, given: Given) -> Outcome:
     one, times, both = (given.get(name) for name in ("micro_batch_size", "gradient_accumulation_steps", "batch_size"))
     if times is None and both is not None:
         times = shared.whole(both) // shared.whole(one or 1)
-    parallel = (given.get("tensor_parallel_size") or 1) * (given.get("context_parallel_size") or 1)
-    return shared.batch(one or 1, times or 1, max(1, shared.num_ranks() // shared.whole(parallel)))
+    parallel = 1
+    for name in ("tensor_parallel_size", "context_parallel_size"):
+        size = given.get(name) or 1
+        if not isinstance(size, int):
+            return refused(f"{name} is not a whole number. Correct it.")
+        parallel *= size
+    return shared.batch(one or 1, times or 1, max(1, shared.num_ranks() // parallel))
 
 
 def validation_batch(key: str, value: Any, given: Given) -> Outcome:

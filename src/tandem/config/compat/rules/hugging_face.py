@@ -98,8 +98,8 @@ def schedule(
         found |= {"min_lr_ratio": least["min_lr_rate"]} if least else {}
     elif least:
         return refused(
-            f"{', '.join(map(str, settings))}: the schedule {name} has no such setting here. Leave it out, or set "
-            "policy.scheduler."
+            f"lr_scheduler_kwargs ({', '.join(map(str, settings))}): the schedule {name} has no such setting here. Leave it "
+            "out, or set policy.scheduler."
         )
     steps = warmup_steps or 0
     if name == "constant":
