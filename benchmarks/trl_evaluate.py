@@ -1,6 +1,6 @@
 """Times TRL's evaluation loop on pairs given as token ids. Run by evaluate.py, with a Python that has TRL.
 
-    trl_evaluate.py --model FOLDER --reference FOLDER --data ids.jsonl [--micro-batch 16] [--stock] [--repeats N]
+    python benchmarks/trl_evaluate.py --model FOLDER --reference FOLDER --data ids.jsonl [--stock] [--repeats N]
 
 Tuned: lengths grouped, the reference computed beforehand, and, since attention is causal and rows are padded on the right, a
 mask of ones, with which SDPA uses its flash kernel. --stock: TRL's own defaults, that is pairs in the order of the file, their
