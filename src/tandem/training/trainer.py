@@ -144,7 +144,8 @@ def _report_translation(run: Path, loaded: LoadedConfig, reporter: Reporter) -> 
     if loaded.translation is None:
         return
     if reporter.verbosity == "verbose":
-        reporter.say(full_table(loaded.translation, loaded.file), hang=4)
+        for line in full_table(loaded.translation, loaded.file).splitlines():
+            reporter.say(line, hang=4)
         return
     reporter.say(f"{summary(loaded.translation, loaded.file)} Every key is in {run / TRANSLATION_FILE}.")
     for line in short_lines(loaded.translation):
