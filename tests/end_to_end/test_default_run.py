@@ -69,6 +69,7 @@ def test_the_run_directory_holds_the_documented_files(default):
 def test_a_training_record_holds_every_documented_metric(default):
     run, _ = default
     always = {*METRICS, "accuracy_chosen_longer", "accuracy_chosen_shorter", "kl_per_token", "chosen_below_reference"}
+    always |= {"accuracy_strict", "logratios_chosen_mean", "logratios_rejected_mean", "logratios_accuracy"}
     assert set(lines(run, "train")[0]) == always | {
         "step",
         "split",

@@ -180,7 +180,7 @@ HOSTILE = {
     "large": "# " + "x" * (1024 * 1024),
     "escape": "DPOConfig('\x1b[2J\\d', beta=0.1)",
     "surrogate": "DPOConfig('\\ud800', beta=0.1)",
-    "many keys": "DPOConfig(" + ",".join(f"k{i}=1" for i in range(20_000)) + ")",
+    "many keys": "DPOConfig(" + ",".join(f"k{i}=1" for i in range(2_000)) + ")",
     "many problems": "DPOConfig(" + ",".join(f"k{i}=f()" for i in range(5_000)) + ")",
     "keyword as attribute": "DPOConfig(__class__=1)",
     "empty": "",

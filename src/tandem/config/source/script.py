@@ -27,6 +27,7 @@ NO_CALL = (
     "no DPOTrainer(...) and no DPOConfig(...) is called in it. If the script parses flags, give them to tandem: "
     "tandem train --from-format trl -- --FLAG VALUE."
 )
+SHOWN = 20  # problems in a message
 
 
 def is_script(path: str) -> bool:
@@ -68,7 +69,7 @@ class _Script:
             raise ConfigError(f"{self.path}: {NO_CALL}")
         if self.problems:
             count = "a setting" if len(self.problems) == 1 else f"{len(self.problems)} settings"
-            lines = "\n".join(f"  {line}" for line in self.problems[:20])
+            lines = "\n".join(f"  {line}" for line in self.problems[:SHOWN])
             raise ConfigError(
                 f"{self.path}: {count} cannot be read, because the script is not run. Write literal values in a copy.\n{lines}"
             )
@@ -186,7 +187,9 @@ class _Script:
         self.problems.append(f"{self.path}:{node.lineno}: {text}.")
 
     def _text(self, node: ast.expr) -> str:
-        """The source of a value, on one line and shortened."""
+        """The source of a value, on one line and shortened. Empty for values that no message shows: finding it takes long."""
+        if len(self.problems) >= SHOWN:
+            return ""
         text = " ".join((ast.get_source_segment(self.literals.source, node) or "...").split())
         return text if len(text) <= 60 else f"{text[:57]}..."
 
