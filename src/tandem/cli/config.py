@@ -1,14 +1,11 @@
 """`tandem config`: prints the resolved configuration, its JSON schema, or the translation of another trainer's file."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from tandem.cli.app import AllowCode, AllowEnv, ConfigFile, FromFormat, Overrides, app, expand_home_callback
 from tandem.errors import ConfigError
-
-if TYPE_CHECKING:
-    from tandem.config.compat.records import Translation
 
 
 @app.command("config")
@@ -49,7 +46,10 @@ def show_config(
     given = {"allow_code": allow_code, "from_format": from_format}
     loaded = load_config(source or config, overrides or [], allow_env or (), **given)
     if loaded.translation is not None:
-        _show(loaded.translation, loaded.file, verbose=verbose)
+        from tandem.report.reporter import Reporter
+        from tandem.report.translation import say_translation
+
+        say_translation(loaded.translation, loaded.file, Reporter("normal", as_json=True), all_keys=verbose)
     if source is None:
         print(loaded.as_yaml(), end="")
     elif loaded.translation is None:
@@ -61,13 +61,3 @@ def show_config(
         from tandem.config.source.yaml_text import to_yaml
 
         print(to_yaml(loaded.translation.tree), end="")
-
-
-def _show(translation: "Translation", file: str | None, *, verbose: bool) -> None:
-    """Print what became of the keys of another trainer's configuration, on standard error."""
-    from tandem.config.compat.show import full_table, short_lines, summary
-    from tandem.report.reporter import Reporter
-
-    lines = [summary(translation, file), *(f"  {line}" for line in short_lines(translation))]
-    for line in full_table(translation, file).splitlines() if verbose else lines:
-        Reporter("normal", as_json=True).say(line, hang=4)

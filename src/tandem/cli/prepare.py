@@ -99,17 +99,6 @@ def _given_once(option: str, value: str | None, loaded: "LoadedConfig") -> str |
     return by_key
 
 
-def _show_translation(loaded: "LoadedConfig", reporter: "Reporter") -> None:
-    """Say what became of the keys of another trainer's configuration."""
-    from tandem.config.compat.show import short_lines, summary
-
-    if loaded.translation is None:
-        return
-    reporter.say(f"{summary(loaded.translation, loaded.file)} tandem config --verbose shows every key.")
-    for line in short_lines(loaded.translation):
-        reporter.say(f"  {line}", hang=4)
-
-
 def _refuse_packing(to_nemo: Path | None, lengths: list[int]) -> None:
     """Raise ConfigError if options that pack a dataset are given together with --from-nemo."""
     if to_nemo is not None or lengths:
@@ -152,7 +141,13 @@ def _prepare_sets(
     check_output("--to-nemo", to_nemo)
     check_paths(loaded.config)
     reporter = _announce_loading(verbosity)
-    _show_translation(loaded, reporter)
+    if loaded.translation is not None:
+        from tandem.report.translation import say_translation
+        from tandem.terminal.commands import tandem_command
+
+        say_translation(loaded.translation, loaded.file, reporter, all_keys=False)
+        reporter.say("To see every key:")
+        reporter.command(tandem_command("config", "--verbose", *loaded.file_arguments, *loaded.overrides))
 
     from tandem import prepare as preparing
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tandem.config.compat.show import full_table, short_lines, summary
+from tandem.config.compat.show import full_table
 from tandem.config.load import LoadedConfig
 from tandem.config.sections.checkpointing import Checkpointing
 from tandem.data.preflight import preflights
@@ -21,6 +21,7 @@ from tandem.report.choices import describe_choices, describe_computation
 from tandem.report.per_pair import check_per_pair
 from tandem.report.reporter import Reporter
 from tandem.report.setup_warnings import setup_warnings, unreached_limit
+from tandem.report.translation import say_translation
 from tandem.storage.cache import write_atomically
 from tandem.storage.ownership import remove_abandoned
 from tandem.training.checkpoint.checkpoints import Progress, checkpoints, refuse_taken_names, step_of
@@ -140,16 +141,9 @@ def _report_start(run: Path, setup: Setup, reporter: Reporter, ranks: Ranks, ext
 
 
 def _report_translation(run: Path, loaded: LoadedConfig, reporter: Reporter) -> None:
-    """Say what became of the keys of another trainer's configuration: those that changed, or all if the run is verbose."""
-    if loaded.translation is None:
-        return
-    if reporter.verbosity == "verbose":
-        for line in full_table(loaded.translation, loaded.file).splitlines():
-            reporter.say(line, hang=4)
-        return
-    reporter.say(f"{summary(loaded.translation, loaded.file)} Every key is in {run / TRANSLATION_FILE}.")
-    for line in short_lines(loaded.translation):
-        reporter.say(f"  {line}", hang=4)
+    if loaded.translation is not None:
+        rest, verbose = f"Every key is in {run / TRANSLATION_FILE}.", reporter.verbosity == "verbose"
+        say_translation(loaded.translation, loaded.file, reporter, all_keys=verbose, rest=rest)
 
 
 def _report_setup(setup: Setup, run: Path, reporter: Reporter, earlier: tuple[str, str] | None, ranks: Ranks) -> None:

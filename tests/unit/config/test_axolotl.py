@@ -462,7 +462,7 @@ def test_a_step_is_trained_from_a_file_of_axolotl(folder, capsys):
     tree = {**FULL, "base_model": "embedded", "chat_template": None, "max_steps": 1, "lr_scheduler": "constant"}
     train(load({**tree, "val_set_size": 0.2, "gradient_accumulation_steps": 2}), Reporter("normal"))
     shown = capsys.readouterr().out
-    assert "is a configuration of Axolotl: " in shown
+    assert "is a configuration of Axolotl. Keys translated: " in shown
     assert "data.train.prompt_key = question" in shown
     metrics = [json.loads(line) for line in (folder / "outputs" / "mine" / "metrics.jsonl").read_text().splitlines()]
     assert [one["num_pairs"] for one in metrics if "num_pairs" in one and "data" not in one] == [4]

@@ -296,7 +296,7 @@ def test_a_key_without_effect_has_its_reason(changes, key, reason):
         ),
         (
             {"pref_betta": 0.1},
-            "pref_betta = 0.1: LLaMA-Factory has no such key that tandem knows. Did you mean pref_beta? Remove it.",
+            "pref_betta = 0.1: tandem does not know this key of LLaMA-Factory. Did you mean pref_beta? Remove it.",
         ),
     ],
 )
@@ -526,7 +526,7 @@ def test_a_step_is_trained_from_a_file_of_llama_factory(capsys):
     tree |= {"template": None, "preprocessing_num_workers": 1, "lr_scheduler_type": "constant"}
     train(load(tree), Reporter("normal"))
     shown = capsys.readouterr().out
-    assert "is a configuration of LLaMA-Factory: " in shown
+    assert "is a configuration of LLaMA-Factory. Keys translated: " in shown
     assert "\n  dataset = mine -> data.train.data_path = data/mine.json, data.train.dataset_name = sharegpt\n" in shown
     kept = Path("saves/mine/translation.txt").read_text()
     assert "  ddp_timeout = 180000000  (The launcher decides: torchrun" in kept

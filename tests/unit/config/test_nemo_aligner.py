@@ -352,7 +352,7 @@ def test_the_name_of_the_average_before_release_0_4(load):
             "A validation set has one file here. Name each with data.val_data_paths.NAME=FILE.",
         ),
         ("model.dpo.preference_loss", "kto", 'tandem knows "dpo", "ipo", "rpo_sq", "rpo_bwd_kl" or "rpo_fwd_kl".'),
-        ("model.dpo.beta", 0.1, "NeMo Aligner has no such key that tandem knows. Remove it."),
+        ("model.dpo.beta", 0.1, "tandem does not know this key of NeMo Aligner. Remove it."),
         (
             "model.optim.sched.max_steps",
             500,
@@ -462,7 +462,7 @@ def test_one_step_of_training(tmp_path, capsys):
     path.write_text(yaml.safe_dump(tree))
     train(load_config(path, ["trainer.dpo.max_steps=1"]), Reporter("normal"))
     shown = capsys.readouterr().out
-    assert f"{path} is a configuration of NeMo Aligner: " in shown
+    assert f"{path} is a configuration of NeMo Aligner. Keys translated: " in shown
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     trained = [record for record in records if record["split"] == "train"]
     assert [record["step"] for record in trained] == [1]

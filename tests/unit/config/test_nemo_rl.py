@@ -310,7 +310,7 @@ def test_inheritance_and_deletion_work_across_files(tmp_path):
         ),
         (
             {"grpo": {"num_prompts_per_step": 8}},
-            "grpo.num_prompts_per_step = 8: NeMo RL has no such key that tandem knows. Remove it.",
+            "grpo.num_prompts_per_step = 8: tandem does not know this key of NeMo RL. Remove it.",
         ),
     ],
 )
@@ -402,7 +402,7 @@ def test_the_run_says_what_became_of_the_keys_and_keeps_the_table(tmp_path, caps
     path.write_text(yaml.safe_dump(tree))
     train(load_config(path, ["dpo.max_num_steps=1"]), Reporter("normal"))
     shown = capsys.readouterr().out
-    assert f"{path} is a configuration of NeMo RL: " in shown
+    assert f"{path} is a configuration of NeMo RL. Keys translated: " in shown
     assert "\n  dpo.seed = 7 -> run.seed = 7\n" in shown
     kept = (Path(tmp_path) / "run" / "translation.txt").read_text()
     assert "\nWithout effect here\n" in kept

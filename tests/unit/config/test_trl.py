@@ -515,7 +515,7 @@ REFUSED = [
     ),
     (
         {"learning_rat": 1e-6},
-        "learning_rat = 1e-06: TRL has no such key that tandem knows. Did you mean learning_rate? Remove it.",
+        "learning_rat = 1e-06: tandem does not know this key of TRL. Did you mean learning_rate? Remove it.",
     ),
 ]
 
@@ -635,7 +635,7 @@ def test_one_step_from_a_file(tmp_path, capsys):
     path.write_text(yaml.safe_dump(tree))
     app(["train", "--config", str(path)], standalone_mode=False)
     shown = capsys.readouterr().out
-    assert f"{path} is a configuration of TRL: 6 keys are translated" in " ".join(shown.split())
+    assert f"{path} is a configuration of TRL. Keys translated: 6;" in " ".join(shown.split())
     (line,) = [json.loads(line) for line in Path(tmp_path, "run/metrics.jsonl").read_text().splitlines()]
     assert (line["split"], line["step"], round(line["loss"], 4)) == ("train", 1, 0.6931)
     kept = Path(tmp_path, "run/translation.txt").read_text()

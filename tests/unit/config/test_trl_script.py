@@ -152,7 +152,7 @@ def test_quantised_models(load):
         (
             "x = [1]\nDPOConfig(beta=0.1, bta=0.2)\n",
             "TRL configuration: 2 keys cannot be translated.\n"
-            "  FILE:2: bta = 0.2: TRL has no such key that tandem knows. Did you mean beta? Remove it.\n"
+            "  FILE:2: bta = 0.2: tandem does not know this key of TRL. Did you mean beta? Remove it.\n"
             "  FILE:2: model_name_or_path = null: Name the model to train.",
         ),
     ],

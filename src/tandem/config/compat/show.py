@@ -21,8 +21,8 @@ def summary(translation: Translation, file: str | None) -> str:
     }
     what = f"{file} is a configuration" if file else "A configuration"
     return (
-        f"{what} of {translation.origin}: {counts['translated']} keys are translated, {counts['same']} are the same here, "
-        f"{counts['no effect']} have no effect here, and {counts['default']} are set to {translation.origin}'s defaults."
+        f"{what} of {translation.origin}. Keys translated: {counts['translated']}; the same here: {counts['same']}; without "
+        f"effect here: {counts['no effect']}; set to {translation.origin}'s defaults: {counts['default']}."
     )
 
 

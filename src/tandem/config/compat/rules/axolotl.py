@@ -178,14 +178,6 @@ def template_variables(key: str, value: Any, given: Given) -> Outcome:
     return translated({f"policy.tokenizer.{key}": value})
 
 
-def held_out(key: str, value: Any, given: Given) -> Outcome:
-    if not value:
-        return no_effect("Nothing is held out.")
-    if value >= 1:
-        return refused("tandem holds out a share of the pairs. Set val_set_size to a share, such as 0.05.")
-    return translated({"data.validation_share": value}, "pairs with the same prompt stay together")
-
-
 def batch(key: str, value: Any, given: Given) -> Outcome:
     """micro_batch_size x gradient_accumulation_steps x ranks. batch_size, of earlier releases, is that of one rank."""
     one, times, both = (given.get(name) for name in ("micro_batch_size", "gradient_accumulation_steps", "batch_size"))
@@ -198,15 +190,6 @@ def batch(key: str, value: Any, given: Given) -> Outcome:
             return refused(f"{name} is not a whole number. Correct it.")
         parallel *= size
     return shared.batch(one or 1, times or 1, max(1, shared.num_ranks() // parallel))
-
-
-def validation_batch(key: str, value: Any, given: Given) -> Outcome:
-    return shared.validation_batch(value, shared.num_ranks())
-
-
-def betas(key: str, value: Any, given: Given) -> Outcome:
-    first, second = given.get("adam_beta1"), given.get("adam_beta2")
-    return shared.betas(0.9 if first is None else first, 0.999 if second is None else second)
 
 
 def schedule(key: str, value: Any, given: Given) -> Outcome:
@@ -312,10 +295,10 @@ RULES = {
         chat_template,
         template_file,
         template_variables,
-        held_out,
+        shared.held_out,
         batch,
-        validation_batch,
-        betas,
+        shared.validation_batch,
+        shared.betas,
         schedule,
         length,
         validation,

@@ -63,12 +63,23 @@ def batch(per_device: Any, accumulated: Any, ranks: int) -> Outcome:
     return translated({"policy.train_global_batch_size": one * times * ranks}, note)
 
 
-def validation_batch(per_device: Any, ranks: int) -> Outcome:
-    return translated({"dpo.val_global_batch_size": whole(per_device) * ranks}, "measures are the same for any size")
+def validation_batch(key: str, value: Any, given: Given) -> Outcome:
+    return translated({"dpo.val_global_batch_size": whole(value) * num_ranks()}, "the metrics do not depend on it")
 
 
-def betas(first: Any, second: Any) -> Outcome:
-    return translated({"policy.optimizer.kwargs.betas": [first, second]})
+def betas(key: str, value: Any, given: Given) -> Outcome:
+    first, second = given.get("adam_beta1"), given.get("adam_beta2")
+    return translated(
+        {"policy.optimizer.kwargs.betas": [0.9 if first is None else first, 0.999 if second is None else second]}
+    )
+
+
+def held_out(key: str, value: Any, given: Given) -> Outcome:
+    if not value:
+        return no_effect("Nothing is held out.")
+    if value >= 1:
+        return refused(f"tandem holds out a share of the pairs. Set {key} to a share, such as 0.05.")
+    return translated({"data.validation_share": value}, "pairs with the same prompt stay together")
 
 
 def length(epochs: Any, max_steps: Any) -> Outcome:

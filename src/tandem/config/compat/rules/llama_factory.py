@@ -171,26 +171,9 @@ def max_samples(key: str, value: Any, given: Given) -> Outcome:
     return refused(f"tandem reads every row of {long}. Set max_samples=null, or cut the file (head -n {value}).")
 
 
-def held_out(key: str, value: Any, given: Given) -> Outcome:
-    if not value:
-        return no_effect("Nothing is held out.")
-    if value >= 1:
-        return refused("tandem holds out a share of the pairs. Set val_size to a share, such as 0.05.")
-    return translated({"data.validation_share": value}, "pairs with the same prompt stay together")
-
-
 def batch(key: str, value: Any, given: Given) -> Outcome:
     one, times = given.get("per_device_train_batch_size"), given.get("gradient_accumulation_steps")
     return shared.batch(8 if one is None else one, 1 if times is None else times, shared.num_ranks())
-
-
-def validation_batch(key: str, value: Any, given: Given) -> Outcome:
-    return shared.validation_batch(value, shared.num_ranks())
-
-
-def betas(key: str, value: Any, given: Given) -> Outcome:
-    first, second = given.get("adam_beta1"), given.get("adam_beta2")
-    return shared.betas(0.9 if first is None else first, 0.999 if second is None else second)
 
 
 def schedule(key: str, value: Any, given: Given) -> Outcome:
@@ -256,10 +239,10 @@ RULES = {
         dataset,
         eval_dataset,
         max_samples,
-        held_out,
+        shared.held_out,
         batch,
-        validation_batch,
-        betas,
+        shared.validation_batch,
+        shared.betas,
         schedule,
         length,
         validation,
