@@ -50,7 +50,8 @@ def load_sharded(setup: Setup, source: ModelSource, ranks: Ranks, lora: LoraPlan
     )
     if (how := setup.config.policy.activation_checkpointing) != "none":
         recompute(policy, how)
-    shard(policy, ranks, bfloat16=setup.precision == "bfloat16")
+    reshard = setup.config.policy.parallel.reshard_after_forward
+    shard(policy, ranks, bfloat16=setup.precision == "bfloat16", reshard_after_forward=reshard)
     if setup.compiles:
         compile_layers(policy)
     return policy
