@@ -46,6 +46,7 @@ def run_together(count: int, runs: list[list[str]], folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
+    torch.backends.cuda.matmul.allow_tf32 = False
     for overrides in json.loads(sys.argv[1]):
         with with_bfloat16_products() if "policy.precision=bfloat16" in overrides else nullcontext():
             train(load_config(None, overrides), Reporter())

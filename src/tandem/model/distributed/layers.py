@@ -24,15 +24,24 @@ from tandem.model.precision.rounding import cast_stochastically, salt_in_policy
 from tandem.model.precision.working_copy import GradientSums, WorkingCopy
 
 
-def shard(policy: Policy, ranks: Ranks, *, bfloat16: bool, reshard_after_forward: bool = True) -> Policy:
+def shard(
+    policy: Policy,
+    ranks: Ranks,
+    *,
+    bfloat16: bool,
+    reshard_after_forward: bool = True,
+    read: Callable[[], None] | None = None,
+    even_alone: bool = False,
+) -> Policy:
     """Shard the weights of a policy over the ranks: each layer separately, and all other weights together.
 
     `bfloat16`: compute in bfloat16 with float32 weights, and reduce gradients in float32. The policy of a single rank is not
     sharded; with `bfloat16`, it computes with bfloat16 copies of its weights.
-    `reshard_after_forward`: see policy.parallel.
+    `reshard_after_forward`: see policy.parallel. `read`: a function that reads the weights, if they are not loaded yet.
+    `even_alone`: also shard the policy of a single rank, to measure what sharding costs.
     """
     policy.block = block_size(policy, ranks.device, bfloat16=bfloat16)
-    if ranks.count == 1:
+    if ranks.count == 1 and not even_alone:
         if bfloat16 and any(parameter.dtype == torch.float32 for parameter in policy.parameters()):
             policy.working_copy = WorkingCopy(policy)
         _sum_gradients_in_float32(policy)
@@ -53,6 +62,8 @@ def shard(policy: Policy, ranks: Ranks, *, bfloat16: bool, reshard_after_forward
     # forward without one (validation, reference) `parameters()` would not return what the optimizer updates.
     fully_shard(policy, reshard_after_forward=True, **given)
     policy.keeps_gathered = not reshard_after_forward
+    if read is not None:
+        read()
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the number of pairs in the global batch, so gradients are summed, not averaged.
