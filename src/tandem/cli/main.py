@@ -30,6 +30,9 @@ from tandem.terminal.streams import print_error, print_traceback, watched_stream
 def main() -> None:
     """Run the command that the arguments name. User errors end in one message and an exit code, without a traceback."""
     sys.excepthook = print_traceback
+    if is_distributed():
+        # If a rank ends, torch prints C++ stack traces before tandem says what happened.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with isolated(), watched_streams():
         _run_command()
 
@@ -65,11 +68,17 @@ def _run_command() -> None:
         if _is_lost_rank(error):
             _fail(
                 TandemError(
-                    "another rank ended, so this one cannot continue. Checkpoints saved before are intact; run the same "
+                    f"{_lost_rank()}, so this one cannot continue. Checkpoints saved before are intact; run the same "
                     "command to resume from the newest."
                 )
             )
         raise
+
+
+def _lost_rank() -> str:
+    from tandem.model.distributed.presence import describe_missing
+
+    return describe_missing() or "another rank ended"
 
 
 def _is_lost_rank(error: Exception) -> bool:

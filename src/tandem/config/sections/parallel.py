@@ -31,6 +31,10 @@ class Parallel(Section):
         description="free the gathered weights of a layer after its forward pass and gather them again for the backward pass; "
         "false: keep them, for less communication and more memory",
     )
+    timeout_seconds: Positive = Field(
+        default=1800,
+        description="how long ranks wait for each other before the run fails; one of them may be tokenising meanwhile",
+    )
 
     @model_validator(mode="after")
     def _sizes_are_possible(self) -> "Parallel":

@@ -17,11 +17,10 @@ from tandem.config.sections.parallel import DEFAULT_PARALLEL, Parallel
 from tandem.errors import AlreadyReportedError, ConfigError, MachineError, TandemError
 from tandem.model.distributed import shared_gpu
 from tandem.model.distributed.mesh import SINGLE_RANK_MESH, MeshShape, mesh_shape
+from tandem.model.distributed.presence import end_signs, note_wait, start_signs
 
 T = TypeVar("T")
 
-# How long ranks wait for each other before they fail. A rank may be tokenising meanwhile.
-TIMEOUT = timedelta(minutes=30)
 LOOPBACK_INTERFACES = ("lo", "lo0")  # on Linux; on macOS
 
 
@@ -38,6 +37,7 @@ class Ranks:
     number: int = 0
     is_first_here: bool = True  # the first rank on its machine
     host_group: dist.ProcessGroup | None = None  # None: the default group
+    timeout: timedelta = timedelta(seconds=DEFAULT_PARALLEL.timeout_seconds)
     context_group: dist.ProcessGroup | None = None  # the ranks that divide rows with this rank; None: context is 1
 
     @property
@@ -69,6 +69,7 @@ class Ranks:
         if self.count == 1:
             return [value]
         values: list[T] = [value] * self.count
+        note_wait()
         dist.all_gather_object(values, value, group=self.host_group)
         return values
 
@@ -84,6 +85,7 @@ class Ranks:
         if self.count == 1:
             return number
         given = torch.tensor(number)
+        note_wait()
         dist.all_reduce(given, dist.ReduceOp.MAX, group=self.host_group)
         return int(given)
 
@@ -164,7 +166,7 @@ class Ranks:
         """
         if self.count == 1:
             return self
-        return replace(self, host_group=dist.new_group(backend="gloo", timeout=TIMEOUT))
+        return replace(self, host_group=dist.new_group(backend="gloo", timeout=self.timeout))
 
 
 def make_ranks(device: torch.device, shape: MeshShape, *, is_first_here: bool = True) -> Ranks:
@@ -204,14 +206,17 @@ def join_process_group(parallel: Parallel = DEFAULT_PARALLEL) -> Ranks:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         backend = shared_gpu.register() if shared_gpu.is_shared() else backend
         stay_on_loopback()
-        if (store := loopback_store()) is not None:
+        timeout = timedelta(seconds=parallel.timeout_seconds)
+        if (store := loopback_store(timeout)) is not None:
             number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=TIMEOUT)
+            dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=timeout)
         elif int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            dist.init_process_group(backend, timeout=TIMEOUT)
+            dist.init_process_group(backend, timeout=timeout)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
-    return make_ranks(device, shape, is_first_here=local == 0)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        start_signs(dist.get_rank(), dist.get_world_size())
+    ranks = make_ranks(device, shape, is_first_here=local == 0)
+    return replace(ranks, timeout=timedelta(seconds=parallel.timeout_seconds))
 
 
 def stay_on_loopback() -> None:
@@ -226,7 +231,7 @@ def stay_on_loopback() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def loopback_store() -> dist.Store | None:
+def loopback_store(timeout: timedelta) -> dist.Store | None:
     """Return a store that listens on a loopback address only. Ranks find each other through the store.
 
     Return None if torchrun provides a store, or if MASTER_ADDR is not a loopback address. The store that torch creates by default
@@ -246,7 +251,7 @@ def loopback_store() -> dist.Store | None:
         port=int(port),
         world_size=count,
         is_master=listening is not None,
-        timeout=TIMEOUT,
+        timeout=timeout,
         wait_for_workers=False,  # the process group waits
         master_listen_fd=None if listening is None else listening.detach(),
     )
@@ -277,4 +282,5 @@ def _is_loopback(address: str) -> bool:
 def leave_process_group() -> None:
     """Leave the process group. Without this, torch prints a warning when the process ends."""
     if dist.is_initialized():
+        end_signs()
         dist.destroy_process_group()
