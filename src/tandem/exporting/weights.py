@@ -4,6 +4,7 @@ By default, a model is stored in the dtype of the start model, with stochastic r
 """
 
 import copy
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,6 +25,7 @@ from tandem.storage.cache import published
 
 # Tensors are rounded in chunks of this many numbers, which limits memory.
 NUMBERS_PER_CHUNK = 1 << 26
+SCRATCH = "gathered"  # a folder inside that of the export, removed when the export is written
 
 
 def round_stochastically(values: Tensor, dtype: torch.dtype, salt: int) -> Tensor:
@@ -77,16 +79,23 @@ def export_model(
     `config`: the configuration of the start model. It keeps settings that training disables, such as dropout.
     `adapted`: whether the policy has adapters, which are added to the weights in float32 before rounding.
     """
-    full = _full_tensors(policy)
     round_one = _rounding_function(dtype, rounding)
 
-    def write(aside: Path) -> None:
+    def gather(aside: Path) -> dict[str, Tensor]:
+        if ranks.count > 1 and not adapted and all(p.is_floating_point() for p in policy.parameters()):
+            return _gather_to_disk(policy, aside / SCRATCH, round_one, ranks)
+        full = _full_tensors(policy)
+        if not ranks.is_first:
+            return {}
         tensors = merge_adapters(policy.model, full) if adapted else full
-        state = {name: round_one(name, tensors[name]) for name in sorted(tensors)}
+        return {name: round_one(name, tensors[name]) for name in sorted(tensors)}
+
+    def write(aside: Path, state: dict[str, Tensor]) -> None:
         _save(policy, config, state, aside, dtype, max_shard_size)
+        shutil.rmtree(aside / SCRATCH, ignore_errors=True)
         _save_tokenizer(template, aside)
 
-    _publish(folder, write, measure, ranks)
+    _publish(folder, gather, write, measure, ranks)
 
 
 def export_adapter(
@@ -107,19 +116,28 @@ def export_adapter(
     named = {name.removeprefix("model."): _on_host(parameter) for name, parameter in sorted(policy.trained())}
     tensors = {name.removesuffix(f".{ADAPTER}.weight"): round_one(name, tensor) for name, tensor in named.items()}
 
-    def write(aside: Path) -> None:
-        write_adapter(aside, lora.peft_config(base, revision), tensors)
+    def write(aside: Path, state: dict[str, Tensor]) -> None:
+        write_adapter(aside, lora.peft_config(base, revision), state)
         _save_tokenizer(template, aside)
 
-    _publish(folder, write, measure, ranks)
+    _publish(folder, lambda aside: tensors, write, measure, ranks)
 
 
-def _publish(folder: Path, write: Callable[[Path], None], measure: Callable[[Path], None], ranks: Ranks) -> None:
-    """Write an export to a temporary folder on the first rank, measure it on all ranks, and rename the folder to `folder`."""
+def _publish(
+    folder: Path,
+    gather: Callable[[Path], dict[str, Tensor]],
+    write: Callable[[Path, dict[str, Tensor]], None],
+    measure: Callable[[Path], None],
+    ranks: Ranks,
+) -> None:
+    """Write an export to a temporary folder on the first rank, measure it on all ranks, and rename the folder to `folder`.
+
+    `gather`: a function that all ranks call with the temporary folder. It returns the tensors to write on the first rank.
+    """
     with ExitStack() as stack:
         aside = ranks.from_first(lambda: stack.enter_context(published(folder, "model")))
-
-        ranks.run_or_stop_all(lambda: write(aside), on=ranks.is_first)
+        state = gather(aside)
+        ranks.run_or_stop_all(lambda: write(aside, state), on=ranks.is_first)
         measure(aside)
         ranks.run_or_stop_all(stack.close, on=ranks.is_first)
 
@@ -132,6 +150,35 @@ def _rounding_function(dtype: torch.dtype, rounding: str) -> Callable[[str, Tens
         return round_stochastically(tensor, dtype, salt_of(name)) if is_stochastic else tensor.to(dtype)
 
     return round_one
+
+
+def _gather_to_disk(
+    policy: Policy, scratch: Path, round_one: Callable[[str, Tensor], Tensor], ranks: Ranks
+) -> dict[str, Tensor]:
+    """Gather a sharded model one tensor at a time, so that no rank holds more than one whole tensor in memory.
+
+    The first rank writes each tensor, rounded, to a file in the folder `scratch`. Return the tensors, mapped into memory, on the
+    first rank, and nothing on the others.
+    """
+    saved = policy.state_dict().keys()
+    named = [*policy.named_parameters(), *policy.named_buffers()]
+    mapped: dict[str, Tensor] = {}
+    for number, (name, tensor) in enumerate(sorted((name, t) for name, t in named if name in saved)):
+        full, name = _on_host(tensor), name.removeprefix("model.")
+
+        def write(name: str = name, full: Tensor = full, number: int = number) -> None:
+            scratch.mkdir(exist_ok=True)
+            mapped[name] = _write_and_map(scratch / str(number), round_one(name, full))
+
+        ranks.run_or_stop_all(write, on=ranks.is_first)
+    return mapped
+
+
+def _write_and_map(file: Path, tensor: Tensor) -> Tensor:
+    """Write a tensor to a file, and return it mapped into memory: it takes no memory until it is read."""
+    numbers: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
+    numbers.tofile(file)
+    return torch.from_file(str(file), shared=False, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
 
 
 def _full_tensors(policy: Policy) -> dict[str, Tensor]:

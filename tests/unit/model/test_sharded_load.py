@@ -1,6 +1,7 @@
 """Several ranks each read their own rows of the weights, and end with the model that one rank loads."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -21,7 +22,6 @@ from tandem.model.load import as_policy, load_policy, unloaded_model
 CPU = torch.device("cpu")
 # transformers rearranges the weights of experts when it loads them.
 REARRANGED = {"qwen3_moe"}
-SHAPES = {"two shards": MeshShape(shard=2), "two replicas": MeshShape(replicate=2)}
 
 
 def loaded_both_ways(folder, dtype, shape):
@@ -52,14 +52,10 @@ def _rank(number, path, folders, answers):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=number, world_size=2)
     for name, folder in folders.items():
-        kinds = (
-            {"float32": torch.float32, "bfloat16": torch.bfloat16}
-            if name in ("llama", "tied")
-            else {"float32": torch.float32}
-        )
-        for kind, dtype in kinds.items():
-            for shape_name, shape in SHAPES.items() if name == "llama" else [("two shards", SHAPES["two shards"])]:
-                answers.put((number, name, kind, shape_name, loaded_both_ways(folder, dtype, shape)))
+        dtypes = [torch.float32, torch.bfloat16] if name in ("llama", "tied") else [torch.float32]
+        shapes = [MeshShape(shard=2), MeshShape(replicate=2)] if name == "llama" else [MeshShape(shard=2)]
+        for dtype, shape in product(dtypes, shapes):
+            answers.put((name, loaded_both_ways(folder, dtype, shape)))
     answers.put(None)
     dist.destroy_process_group()
 
@@ -100,7 +96,7 @@ def split_files(folder):
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "tied", "several files"])
 def test_ranks_that_read_their_own_shards_have_the_whole_model_together(found, name):
-    of_model = [one for one in found if one[1] == name]
+    of_model = [different for one, different in found if one == name]
     assert of_model
-    for _, _, _, _, different in of_model:
+    for different in of_model:
         assert different == (None if name in REARRANGED else [])
