@@ -64,6 +64,7 @@ DatasetName = Literal[
     "oasst_tree",
     "webgpt",
     "summarize_from_feedback",
+    "arena_votes",
     "labelled_pair",
 ]
 
@@ -115,7 +116,7 @@ class DatasetFields(Section):
     system_prompt_file: PathText | None = Field(
         default=None, description="text file with a system turn to add to prompts that have none; needs a chat template"
     )
-    subset: str | None = Field(default=None, description="configuration of a hub dataset")
+    subset: str | None = Field(default=None, description="configuration of a hub dataset, or a folder in it")
     split: str | None = Field(default=None, description="split of a hub dataset or saved dataset; null: train")
     revision: str | None = Field(default=None, description="branch, tag or commit of a hub dataset")
     weight: float = Field(

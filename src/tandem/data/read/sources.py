@@ -41,9 +41,9 @@ OTHER_ARCHIVES = {"zip": b"PK\x03\x04", "bzip2": b"BZh", "xz": b"\xfd7zXZ\x00", 
 # Keys for the scores of the chosen and the rejected completion.
 PAIR_SCORE_KEYS = (
     ("chosen_reward", "rejected_reward"),
-    ("score_chosen", "score_rejected"),
-    ("chosen_score", "rejected_score"),
+    *(("score_chosen", "score_rejected"), ("chosen_score", "rejected_score")),
     *(("chosen_rating", "rejected_rating"), ("chosen-rating", "rejected-rating"), ("rating_chosen", "rating_rejected")),
+    ("chosen_avg_rating", "rejected_avg_rating"),
 )
 ANY_SCORE = frozenset(chain.from_iterable(PAIR_SCORE_KEYS))
 # Columns of csv files that are parsed as numbers.
