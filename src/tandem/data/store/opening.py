@@ -281,7 +281,7 @@ def _text_fingerprints(processes: Processes) -> dict[str, str]:
     t = template.tokenizer
     facts = {
         "tokenizer": [state_of(t), t.eos_token, t.bos_token, *([t.pad_token] if template.pads_with_end else [])],
-        "chat template": template.source,
+        "chat template": [template.source, "as_is"] if template.plain_text_as_is else template.source,
         "policy.tokenizer.chat_template_kwargs": template.kwargs,
         "text by the chat template, which may read the date": processes.probe(),
     }

@@ -199,14 +199,7 @@ def held_out(key: str, value: Any, given: Given) -> Outcome:
     return refused("tandem holds out a share of the pairs. Set a number between 0 and 1.")
 
 
-def plain_text(key: str, value: Any, given: Given) -> Outcome:
-    return translated(
-        {"policy.tokenizer.chat_template": "default"},
-        "TRL uses it for messages only: for rows of plain text, set policy.tokenizer.chat_template=null",
-    )
-
-
 RULES = (
     *(data_type, reference_model, tokenizer, use_peft, peft_config, lora_alpha, rank_stabilised, layers),
-    *(dataset, mixture, script_dataset, held_out, plain_text),
+    *(dataset, mixture, script_dataset, held_out),
 )
