@@ -315,6 +315,11 @@ TURNS = {"message_property_mappings": {"role": "from", "content": "value"}}
         ),
         ({"type": "chat_template.argilla_chat"}, {"dataset_name": "implicit_prompt"}, None),
         (
+            {"type": "chat_template.argilla_chat", "split": "train[:9]"},
+            {"dataset_name": "implicit_prompt", "max_rows": 9},
+            None,
+        ),
+        (
             {"type": "chat_template.default", "field_messages": "conversation", "field_chosen": "better"},
             {"dataset_name": BINARY, "prompt_key": "conversation", "chosen_key": "better"},
             None,
@@ -401,7 +406,8 @@ def test_several_sets_are_one_training_set():
         ),
         (
             {"path": "org/pairs", "type": "chatml.intel", "split": "train[:5%]"},
-            "datasets[0]: tandem reads complete splits, not train[:5%]. Set split to a name, such as train.",
+            "datasets[0]: tandem reads a split, or its first rows, such as train[:1000], not train[:5%]. Write the rows to a "
+            "file, and name the file.",
         ),
         (
             {"path": "a.jsonl", "type": {"prompt_format": "Q: {prompt}"}},

@@ -209,6 +209,7 @@ def test_defaults_are_those_of_llama_factory():
         ({"optim": "adamw_torch"}, "optim", {"policy.optimizer.name": "torch.optim.AdamW"}),
         ({"optim": "paged_adamw_8bit"}, "optim", {"policy.optimizer.state_dtype": "int8"}),
         ({"adam_beta2": 0.95}, "adam_beta2", {"policy.optimizer.kwargs.betas": [0.9, 0.95]}),
+        ({"max_samples": 5}, "max_samples", {"data.default.max_rows": 5}),
         ({"template": "empty"}, "template", {"policy.tokenizer.chat_template": None}),
         ({"load_best_model_at_end": True}, "load_best_model_at_end", {"export.checkpoint": "best"}),
         ({"disable_shuffling": True}, "disable_shuffling", {"data.shuffle": False}),
@@ -226,7 +227,6 @@ def test_a_key_is_translated(changes, key, settings):
         ({"simpo_gamma": 1.0}, "simpo_gamma", "Only pref_loss=simpo reads it."),
         ({"trust_remote_code": True}, "trust_remote_code", "Code from model repositories is never run."),
         ({"galore_rank": 8}, "galore_rank", "It belongs to an optimizer that is off."),
-        ({"max_samples": 12}, "max_samples", "No set has more rows."),
         ({"finetuning_type": "full"}, "lora_rank", "Only LoRA reads it."),
         ({"save_total_limit": None}, "save_total_limit", "It is not set."),
     ],
@@ -286,8 +286,8 @@ def test_a_key_without_effect_has_its_reason(changes, key, reason):
             "here. Leave it out, or set policy.scheduler.",
         ),
         (
-            {"max_samples": 5},
-            "max_samples = 5: tandem reads every row of data/mine.json. Set max_samples=null, or cut the file (head -n 5).",
+            {"max_samples": "all"},
+            'max_samples = "all": It, or a key that belongs to it, has a value of another type than expected. Correct it.',
         ),
         (
             {"per_device_train_batch_size": "two", "gradient_accumulation_steps": None},
@@ -339,6 +339,23 @@ def test_what_cannot_be_done_is_refused_with_the_nearest_way(changes, message):
                 "split": "test",
                 "dataset_name": "BinaryPreferenceDataset",
                 "prompt_key": "messages",
+            },
+            None,
+        ),
+        (
+            {
+                "hf_hub_url": "org/pairs",
+                "folder": "harmless-base",
+                "split": "train[:50]",
+                "ranking": True,
+                "columns": {"prompt": "question", "chosen": "chosen", "rejected": "rejected"},
+            },
+            {
+                "data_path": "org/pairs",
+                "subset": "harmless-base",
+                "max_rows": 50,
+                "dataset_name": "BinaryPreferenceDataset",
+                "prompt_key": "question",
             },
             None,
         ),
@@ -417,7 +434,7 @@ WHERE = 'dataset = "mine": data/dataset_info.json'
         ),
         (
             {"mine": {**SHAREGPT, "num_samples": 10}},
-            f"{WHERE}: mine: tandem cannot read a part of a set (num_samples). Set data.train.data_path to a file of it.",
+            f"{WHERE}: mine: tandem draws no random rows (num_samples). Set data.train.max_rows for the first rows.",
         ),
         (
             {"mine": {**SHAREGPT, "tags": {"user_tag": "me"}}},

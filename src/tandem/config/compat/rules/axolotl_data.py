@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tandem.config.compat.rules.hugging_face import HUB_NAME, PreferenceSet, SetError
+from tandem.config.compat.rules.hugging_face import HUB_NAME, PreferenceSet, SetError, rows_of_split
 
 BINARY = "BinaryPreferenceDataset"
 LOADERS = ("json", "csv", "parquet", "arrow")  # in place of a path, with data_files
@@ -72,19 +72,21 @@ def _sources(entry: dict[str, Any], where: str) -> list[dict[str, Any]]:
     if any("://" in one for one in given):
         raise SetError(f"{where}: tandem reads files and hub sets. Download {path}, and set its path.")
     split = entry.get("split", "train")
-    if "[" in split or "+" in split:
-        raise SetError(f"{where}: tandem reads complete splits, not {split}. Set split to a name, such as train.")
+    rows = rows_of_split(split, where)
     if files:
         folder = "" if path in LOADERS else path
         if folder and HUB_NAME.fullmatch(folder) and not Path(folder).is_dir():
             raise SetError(f"{where}: tandem reads complete hub sets. Download data_files, and set path to the file.")
-        return [{"data_path": str(Path(folder) / file)} for file in files]
+        if "max_rows" in rows and len(files) > 1:
+            raise SetError(f"{where}: {split} of several files. Name one file, or leave out the number of rows.")
+        first = {"max_rows": rows["max_rows"]} if "max_rows" in rows else {}
+        return [{"data_path": str(Path(folder) / file), **first} for file in files]
     if path.endswith(FILES):
-        if split != "train":
+        if "split" in rows:
             raise SetError(f"{where}: the file {path} has no split {split}. Leave out split.")
-        return [{"data_path": path}]
+        return [{"data_path": path, **rows}]
     more = {name: entry[key] for name, key in (("subset", "name"), ("revision", "revision")) if key in entry}
-    return [{"data_path": path, **more, **({} if split == "train" else {"split": split})}]
+    return [{"data_path": path, **more, **rows}]
 
 
 def _layout(entry: dict[str, Any], where: str) -> PreferenceSet:

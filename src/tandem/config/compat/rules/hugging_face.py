@@ -21,6 +21,7 @@ SCHEDULES = {
     "constant_with_warmup": "constant",
 }
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+FIRST_ROWS = re.compile(r"(\w+)\[:([1-9]\d{0,11})\]")  # train[:1000], of datasets
 TRACKERS = ("wandb", "tensorboard", "mlflow")
 
 
@@ -35,6 +36,19 @@ class PreferenceSet:
     fields: Mapping[str, Any]
     note: str | None = None
     is_raw_text: bool = False  # texts are trained as they are, without a chat template
+
+
+def rows_of_split(split: str, where: str) -> dict[str, Any]:
+    """Return a split of datasets as fields of data.train. Raise SetError if it is another part than the first rows."""
+    name, first = split, {}
+    if found := FIRST_ROWS.fullmatch(split):
+        name, first = found[1], {"max_rows": int(found[2])}
+    if any(sign in name for sign in "[+"):
+        raise SetError(
+            f"{where}: tandem reads a split, or its first rows, such as train[:1000], not {split}. Write the rows to a file, and "
+            "name the file."
+        )
+    return {**({} if name == "train" else {"split": name}), **first}
 
 
 def has_own_training_set(given: Given) -> bool:

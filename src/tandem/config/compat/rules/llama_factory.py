@@ -1,11 +1,10 @@
 """Rules for LLaMA-Factory's configurations."""
 
-from pathlib import Path
 from typing import Any
 
 from tandem.config.compat.records import Given, Outcome, no_effect, refused, translated
 from tandem.config.compat.rules import hugging_face as shared
-from tandem.config.compat.rules.dataset_info import more_rows_than, named_sets
+from tandem.config.compat.rules.dataset_info import named_sets
 from tandem.config.compat.rules.hugging_face import SetError
 from tandem.config.sections.policy import ALL_LINEAR
 
@@ -157,18 +156,10 @@ def eval_dataset(key: str, value: Any, given: Given) -> Outcome:
 
 
 def max_samples(key: str, value: Any, given: Given) -> Outcome:
-    """The rows to read of each set. Without effect if no set has more."""
+    """The rows to read of each set, from its beginning."""
     if shared.has_own_training_set(given):
         return no_effect(GIVEN_INSTEAD)
-    try:
-        sets = named_sets(given.get("dataset"), given.get("dataset_dir") or "data")
-    except SetError:
-        return no_effect("dataset cannot be read.")  # which is refused for its own reason
-    paths = [str(one.fields["data_path"]) for one in sets.values()]
-    long = next((path for path in paths if more_rows_than(Path(path), shared.whole(value))), None)
-    if long is None:
-        return no_effect("No set has more rows.")
-    return refused(f"tandem reads every row of {long}. Set max_samples=null, or cut the file (head -n {value}).")
+    return translated({"data.default.max_rows": shared.whole(value)}, "the first rows of each set")
 
 
 def batch(key: str, value: Any, given: Given) -> Outcome:
