@@ -354,6 +354,11 @@ def test_a_type_says_how_rows_are_read(entry, fields, note):
     assert (kind, found, why) == ("translated", {f"data.train.{name}": one for name, one in wanted.items()}, note)
 
 
+def test_passthrough_leaves_plain_text_as_it_is_and_renders_messages():
+    config = load({**FILE, "datasets": [{"path": "a.jsonl", "type": "passthrough"}]}).config
+    assert (config.policy.tokenizer.plain_text, config.policy.tokenizer.chat_template) == ("as_is", "default")
+
+
 def test_a_type_of_the_users_is_raw_text():
     own = {"path": "a.jsonl", "type": {"field_prompt": "question", "prompt_format": "{prompt}"}}
     config = load({**FILE, "datasets": [own]}).config
@@ -392,8 +397,8 @@ def test_several_sets_are_one_training_set():
     [
         ({"path": "a.jsonl"}, "datasets[0] has no type. Name one, such as chat_template.default."),
         (
-            {"path": "a.jsonl", "type": "zephyr.nectar"},
-            "datasets[0]: the type zephyr.nectar is not known here. Set data.train.data_path and, if needed, prompt_key, "
+            {"path": "a.jsonl", "type": "zephyr.mine"},
+            "datasets[0]: the type zephyr.mine is not known here. Set data.train.data_path and, if needed, prompt_key, "
             "chosen_key and rejected_key.",
         ),
         (
@@ -408,6 +413,11 @@ def test_several_sets_are_one_training_set():
             {"path": "org/pairs", "type": "chatml.intel", "split": "train[:5%]"},
             "datasets[0]: tandem reads a split, or its first rows, such as train[:1000], not train[:5%]. Write the rows to a "
             "file, and name the file.",
+        ),
+        (
+            {"path": "org/nectar", "type": "zephyr.nectar"},
+            "datasets[0]: zephyr.nectar prefers the answers of the last rank, the worst ones. To prefer the best: "
+            "datasets=null data.train.data_path=PATH data.train.dataset_name=nectar.",
         ),
         (
             {"path": "a.jsonl", "type": {"prompt_format": "Q: {prompt}"}},

@@ -127,6 +127,13 @@ def adapter_to_start_from(key: str, value: Any, given: Given) -> Outcome:
     )
 
 
+TEXT_SETTINGS: dict[str, dict[str, Any]] = {
+    "turn": {},
+    "raw": {"policy.tokenizer.chat_template": None},
+    "as_is": {"policy.tokenizer.plain_text": "as_is"},
+}
+
+
 def datasets(key: str, value: Any, given: Given) -> Outcome:
     if shared.has_own_training_set(given):
         return no_effect("data.train is given instead.")
@@ -134,10 +141,9 @@ def datasets(key: str, value: Any, given: Given) -> Outcome:
         sets = sets_of(value, key)
     except shared.SetError as error:
         return refused(str(error))
-    raw = {one.is_raw_text for one in sets}
-    if len(raw) > 1:
+    if len({one.text for one in sets}) > 1:
         return refused("Some sets are texts as they are, and some are put into a template. Train on one kind.")
-    settings: dict[str, Any] = {"policy.tokenizer.chat_template": None} if raw == {True} else {}
+    settings = TEXT_SETTINGS[sets[0].text]
     note = "; ".join(dict.fromkeys(one.note for one in sets if one.note)) or None
     if len(sets) > 1:
         return translated({"data.train": [dict(one.fields) for one in sets], **settings}, note)

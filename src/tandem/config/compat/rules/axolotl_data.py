@@ -59,7 +59,7 @@ def _sets_of(entry: dict[str, Any], where: str) -> list[PreferenceSet]:
     ignored = [name for name in WITHOUT_EFFECT if name in entry]
     notes = [layout.note, f"{', '.join(ignored)} of {where}: no effect" if ignored else None]
     note = "; ".join(one for one in notes if one) or None
-    return [PreferenceSet({**source, **layout.fields}, note, layout.is_raw_text) for source in _sources(entry, where)]
+    return [PreferenceSet({**source, **layout.fields}, note, layout.text) for source in _sources(entry, where)]
 
 
 def _sources(entry: dict[str, Any], where: str) -> list[dict[str, Any]]:
@@ -106,8 +106,12 @@ def _layout(entry: dict[str, Any], where: str) -> PreferenceSet:
         note = f"{kind}: in the tokenizer's own template, there in {TEMPLATES[template]}"
         return PreferenceSet(ROWS[rows], note)
     if kind in ("passthrough", "passthrough.default"):
-        note = "texts are put into the chat template; policy.tokenizer.chat_template=null trains them as they are"
-        return PreferenceSet({"dataset_name": BINARY}, note)
+        return PreferenceSet({"dataset_name": BINARY}, "only messages are put into the chat template", "as_is")
+    if kind == "zephyr.nectar":
+        raise SetError(
+            f"{where}: zephyr.nectar prefers the answers of the last rank, the worst ones. To prefer the best: datasets=null "
+            "data.train.data_path=PATH data.train.dataset_name=nectar."
+        )
     raise SetError(
         f"{where}: the type {kind} is not known here. Set data.train.data_path and, if needed, prompt_key, chosen_key and "
         "rejected_key."
@@ -151,5 +155,5 @@ def _raw_text(kind: dict[str, Any], where: str) -> PreferenceSet:
     prompt = kind.get("field_prompt") or "prompt"
     fields = {"dataset_name": BINARY, **({} if prompt == "prompt" else {"prompt_key": prompt})}
     return PreferenceSet(
-        {**fields, **_keys({name: value for name, value in kind.items() if value})}, "texts as they are", True
+        {**fields, **_keys({name: value for name, value in kind.items() if value})}, "texts as they are", "raw"
     )

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from tandem.config.compat.records import Given, Outcome, no_effect, refused, translated
 
@@ -35,7 +35,8 @@ class PreferenceSet:
 
     fields: Mapping[str, Any]
     note: str | None = None
-    is_raw_text: bool = False  # texts are trained as they are, without a chat template
+    # What texts become: a turn of the chat template, raw text in every row, or raw text in rows of plain text.
+    text: Literal["turn", "raw", "as_is"] = "turn"
 
 
 def rows_of_split(split: str, where: str) -> dict[str, Any]:
