@@ -466,9 +466,8 @@ REFUSED = [
     ),
     (
         {"eval_strategy": "steps", "eval_steps": 0.1},
-        "eval_steps = 0.1: eval_steps is a share of the run, whose length is not known. Set a number of steps, or set max_steps "
-        'too.\n  PATH: eval_strategy = "steps": eval_steps is a share of the run, whose length is not known. Set a number of '
-        "steps, or set max_steps too.",
+        'eval_steps = 0.1, eval_strategy = "steps": eval_steps is a share of the run, whose length is not known. Set a number '
+        "of steps, or set max_steps too.",
     ),
     (
         {"lr_scheduler_type": "polynomial"},
