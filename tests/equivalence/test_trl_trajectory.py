@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-CASES = ("defaults", "higher rate", "accumulation, cosine, ipo", "two losses")
+CASES = ("defaults", "higher rate", "accumulation, cosine, ipo", "two losses", "plain text")
 
 
 @pytest.fixture

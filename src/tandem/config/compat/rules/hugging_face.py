@@ -101,7 +101,7 @@ def length(epochs: Any, max_steps: Any) -> Outcome:
     """The length of the run. Steps, if given, count instead of epochs, and take as many epochs as they need."""
     if max_steps is not None and whole(max_steps) > 0:
         settings = {"dpo.max_num_steps": whole(max_steps), "dpo.max_num_epochs": ANY_NUMBER}
-        return translated(settings, "as many epochs as the steps need")
+        return translated(settings, "enough epochs for these steps")
     if epochs != int(epochs):
         return refused("tandem trains complete epochs. Set a whole number of them, or max_steps.")
     return translated({"dpo.max_num_epochs": whole(epochs)})
