@@ -261,12 +261,13 @@ def test_a_key_without_effect_has_its_reason(changes, key, reason):
         ),
         (
             {"lr_scheduler": "rex"},
-            'lr_scheduler = "rex": tandem has the schedules linear, cosine and constant, each with a warm-up, and torch\'s. Set '
-            "one of them, or policy.scheduler.",
+            'lr_scheduler = "rex", warmup_ratio = 0.1: tandem has the schedules linear, cosine and constant, each with a '
+            "warm-up, and torch's. Set one of them, or policy.scheduler.",
         ),
         (
             {"dpo_loss_type": ["ipo", "hinge"]},
-            'dpo_loss_type = ["ipo", "hinge"]: ipo is averaged over tokens, which applies to all losses here. Give ipo alone.',
+            'rl = "dpo", dpo_loss_type = ["ipo", "hinge"]: ipo is averaged over tokens, which applies to all losses '
+            "here. Give ipo alone.",
         ),
         (
             {"hub_model_id": "org/name"},
@@ -300,18 +301,18 @@ TURNS = {"message_property_mappings": {"role": "from", "content": "value"}}
                 "chosen_key": "chosen_response",
                 "rejected_key": "rejected_response",
             },
-            "chatml.argilla: in the tokenizer's own template, there in ChatML",
+            "chatml.argilla: in the tokenizer's own template; in Axolotl, in ChatML",
         ),
         (
             {"type": "llama3.ultra"},
             {"dataset_name": "implicit_prompt"},
-            "llama3.ultra: in the tokenizer's own template, there in that of Llama 3",
+            "llama3.ultra: in the tokenizer's own template; in Axolotl, in that of Llama 3",
         ),
-        ({"type": "chatml"}, {}, "chatml: in the tokenizer's own template, there in ChatML"),
+        ({"type": "chatml"}, {}, "chatml: in the tokenizer's own template; in Axolotl, in ChatML"),
         (
             {"type": "llama3.icr"},
             {"dataset_name": BINARY, "prompt_key": "input"},
-            "llama3.icr: in the tokenizer's own template, there in that of Llama 3",
+            "llama3.icr: in the tokenizer's own template; in Axolotl, in that of Llama 3",
         ),
         ({"type": "chat_template.argilla_chat"}, {"dataset_name": "implicit_prompt"}, None),
         (

@@ -256,7 +256,7 @@ def test_a_key_without_effect_has_its_reason(changes, key, reason):
         ),
         (
             {"pref_loss": "hinge", "dpo_label_smoothing": 0.1},
-            "dpo_label_smoothing = 0.1: Only pref_loss=sigmoid has it, there and here. Leave it out.",
+            "dpo_label_smoothing = 0.1: Only pref_loss=sigmoid has it, in LLaMA-Factory too. Leave it out.",
         ),
         (
             {"ld_alpha": 0.5},
@@ -375,13 +375,13 @@ def test_what_cannot_be_done_is_refused_with_the_nearest_way(changes, message):
                 "columns": {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"},
             },
             {"data_path": "data/a.jsonl", "dataset_name": "alpaca"},
-            "instruction and input are separated by an empty line, there by a line break",
+            "instruction and input are separated by an empty line; in LLaMA-Factory, by a line break",
         ),
         # Of releases before 0.8: output is a list of the better and the worse answer.
         (
             {"file_name": "a.json", "ranking": True},
             {"data_path": "data/a.json", "dataset_name": "alpaca_pair"},
-            "instruction and input are separated by an empty line, there by a line break",
+            "instruction and input are separated by an empty line; in LLaMA-Factory, by a line break",
         ),
     ],
 )

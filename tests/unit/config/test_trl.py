@@ -370,7 +370,7 @@ def test_data_types_of_weights(load):
     loaded = load({**DATA, "torch_dtype": "bfloat16"})
     assert loaded.config.policy.weights == "bfloat16_nearest"
     assert note_of(loaded.translation, "torch_dtype") == (
-        "as there, small updates are lost; bfloat16_stochastic keeps them, and float32 is exact"
+        "small updates are lost, as in TRL; bfloat16_stochastic keeps them, and float32 is exact"
     )
     assert load({**DATA, "dtype": "auto"}).config.policy.weights == "float32"
     with_adapters = load({**DATA, "use_peft": True, "dtype": "bfloat16"})

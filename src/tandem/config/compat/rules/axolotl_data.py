@@ -103,7 +103,7 @@ def _layout(entry: dict[str, Any], where: str) -> PreferenceSet:
     if template == "chat_template" and rows in ("argilla", "argilla_chat"):
         return PreferenceSet({"dataset_name": "implicit_prompt", **_keys(entry)})
     if template in TEMPLATES and rows in ROWS:
-        note = f"{kind}: in the tokenizer's own template, there in {TEMPLATES[template]}"
+        note = f"{kind}: in the tokenizer's own template; in Axolotl, in {TEMPLATES[template]}"
         return PreferenceSet(ROWS[rows], note)
     if kind in ("passthrough", "passthrough.default"):
         return PreferenceSet({"dataset_name": BINARY}, "only messages are put into the chat template", "as_is")

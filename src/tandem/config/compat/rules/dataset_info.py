@@ -16,7 +16,7 @@ MEDIA = ("images", "videos", "audios")
 TAGS = ("role_tag", "content_tag", "user_tag", "assistant_tag", "system_tag", "observation_tag", "function_tag")
 SHAREGPT_TAGS = ({"from"}, {"value"}, {"human", "user"}, {"gpt", "assistant"}, {"system"})
 MESSAGE_TAGS = ({"role"}, {"content"}, {"user"}, {"assistant"}, {"system"})
-ONE_BREAK = "instruction and input are separated by an empty line, there by a line break"
+ONE_BREAK = "instruction and input are separated by an empty line; in LLaMA-Factory, by a line break"
 
 
 def named_sets(names: Any, folder: Any) -> dict[str, PreferenceSet]:

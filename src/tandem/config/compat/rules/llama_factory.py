@@ -32,7 +32,9 @@ def loss(key: str, value: Any, given: Given) -> Outcome:
         return refused(f"LLaMA-Factory has {', '.join(LOSSES)} and kto_pair.")
     settings: dict[str, Any] = {"dpo.preference_loss": LOSSES[value]}
     if value == "ipo":
-        return translated({**settings, "dpo.preference_average_log_probs": True}, "averaged over tokens, as there")
+        return translated(
+            {**settings, "dpo.preference_average_log_probs": True}, "averaged over tokens, as in LLaMA-Factory"
+        )
     return translated(settings)
 
 
@@ -52,14 +54,14 @@ def sft_term(key: str, value: Any, given: Given) -> Outcome:
     if not value:
         return translated({"dpo.sft_loss_weight": value})
     return translated(
-        {"dpo.sft_loss_weight": value, "dpo.sft_average_log_probs": True}, "averaged over tokens, as there"
+        {"dpo.sft_loss_weight": value, "dpo.sft_average_log_probs": True}, "averaged over tokens, as in LLaMA-Factory"
     )
 
 
 def smoothing(key: str, value: Any, given: Given) -> Outcome:
     if not value or _loss_of(given) == "sigmoid":
         return translated({"dpo.label_smoothing": value}) if value else no_effect("It is 0.")
-    return refused("Only pref_loss=sigmoid has it, there and here. Leave it out.")
+    return refused("Only pref_loss=sigmoid has it, in LLaMA-Factory too. Leave it out.")
 
 
 def simpo_gamma(key: str, value: Any, given: Given) -> Outcome:
@@ -101,7 +103,9 @@ def adapter(key: str, value: Any, given: Given) -> Outcome:
     if given.get("ref_model") or given.get("reference.model") or _loss_of(given) in ("orpo", "simpo"):
         return translated(settings)
     base = given.get("model_name_or_path")
-    return translated({**settings, "reference.model": base}, "the reference is the model without the adapter, as there")
+    return translated(
+        {**settings, "reference.model": base}, "the reference is the model without the adapter, as in LLaMA-Factory"
+    )
 
 
 def reference(key: str, value: Any, given: Given) -> Outcome:

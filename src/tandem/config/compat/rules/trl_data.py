@@ -40,7 +40,7 @@ def data_type(key: str, value: Any, given: Given) -> Outcome:
         case "float32":
             return translated({"policy.weights": "float32"})
         case "bfloat16":
-            note = "as there, small updates are lost; bfloat16_stochastic keeps them, and float32 is exact"
+            note = "small updates are lost, as in TRL; bfloat16_stochastic keeps them, and float32 is exact"
             return translated({"policy.weights": "bfloat16_nearest"}, note)
         case "auto" | "None":
             note = (
