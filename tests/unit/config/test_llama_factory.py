@@ -535,11 +535,13 @@ def test_every_key_that_the_table_sets_exists():
     assert all(map(is_own_key, table.defaults))
 
 
-def test_a_step_is_trained_from_a_file_of_llama_factory(capsys):
+@pytest.mark.parametrize(("method", "exported"), [("lora", "adapter_model"), ("full", "model")])
+def test_a_step_is_trained_from_a_file_of_llama_factory(capsys, method, exported):
     from tandem.report.reporter import Reporter
     from tandem.training.trainer import train
 
     tree = {**FILE, "model_name_or_path": "embedded", "max_steps": 1, "lora_target": "all", "val_size": 0}
+    tree |= {"finetuning_type": method, "max_samples": 9}
     tree |= {"template": None, "preprocessing_num_workers": 1, "lr_scheduler_type": "constant"}
     train(load(tree), Reporter("normal"))
     shown = capsys.readouterr().out
@@ -549,3 +551,5 @@ def test_a_step_is_trained_from_a_file_of_llama_factory(capsys):
     assert "  ddp_timeout = 180000000  (The launcher decides: torchrun" in kept
     first = json.loads(Path("saves/mine/metrics.jsonl").read_text().splitlines()[0])
     assert first["num_pairs"] == 8
+    assert Path(f"saves/mine/model/{exported}.safetensors").is_file()
+    assert "pairs used: 8 of 9" in shown
