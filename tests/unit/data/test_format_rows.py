@@ -346,6 +346,12 @@ def test_a_malformed_vote_is_refused(changes, reason, message):
     assert refused("arena_votes", **changes) == ("bad", reason, message)
 
 
+def test_different_conversations_of_several_turns_are_filtered_also_with_an_answer_that_is_null():
+    changes = {"prompt": ["Hi", "Ho"], "response_a": ["yes", "a"], "response_b": ["no", None]}
+    message = "response_a and response_b do not answer the same conversation."
+    assert refused("arena_votes", **changes) == ("filtered", "prompts differ", message)
+
+
 def test_numbers_of_a_csv_file_are_votes():
     found = read("arena_votes", winner_model_a="0", winner_model_b="1", winner_tie="0")
     assert [(one.answer, one.rank) for one in found.completions] == [("yes", 1), ("no", 0)]

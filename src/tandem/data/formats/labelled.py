@@ -123,6 +123,8 @@ def arena_votes(row: SourceRow, keys: DatasetFields) -> Preference:
                 f"{key}: {len(texts)} texts for the {len(asked)} of {keys.prompt_key}. Each turn needs one answer."
             )
             raise RowError(row.place, "wrong type", message)
+        if texts[-1] is None:
+            raise RowError(row.place, "null", f"{key}[{len(texts) - 1}] is null. Give it a value.")
     turns = [
         turn for pair in zip(asked, answered[0], strict=True) for turn in zip(("user", "assistant"), pair, strict=True)
     ]
@@ -140,8 +142,6 @@ def _texts(row: SourceRow, key: str) -> list[Any]:
             value = decode(value.strip())
     if not isinstance(value, list) or not value:
         raise RowError(row.place, "wrong type", f"{key}: {describe(value)}, not a list with a text for each turn.")
-    if None in value[-1:]:
-        raise RowError(row.place, "null", f"{key}[{len(value) - 1}] is null. Give it a value.")
     return value
 
 
