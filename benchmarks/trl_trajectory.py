@@ -39,7 +39,9 @@ CASES: dict[str, dict[str, Any]] = {
         "beta": 1.0,
     },
     "two losses": {"learning_rate": 1e-4, "loss_type": ["sigmoid", "bco_pair"], "loss_weights": [0.8, 0.2]},
+    "plain text": {"learning_rate": 1e-4},
 }
+TEXTS = "plain text"  # the case whose rows are texts, which neither trainer puts into the chat template
 # A newline between turns, not after the last one: TRL would score it, and tandem ends at the end-of-turn token.
 TEMPLATE = (
     "{% for message in messages %}{% if not loop.first %}{{ '\n' }}{% endif %}"
@@ -49,7 +51,7 @@ TEMPLATE = (
 
 
 def write_inputs(folder: Path) -> dict[str, Any]:
-    """Write the model and the pairs, as messages, to a folder. Return the settings that name them."""
+    """Write the model and the pairs, as messages and as texts, to a folder. Return the settings that name them."""
     from transformers import AutoTokenizer
 
     from tandem.embedded.files import TRAIN
@@ -60,13 +62,16 @@ def write_inputs(folder: Path) -> dict[str, Any]:
     tokenizer: Any = AutoTokenizer.from_pretrained(str(model))
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(str(model))
-    data.mkdir()
-    with (data / "train.jsonl").open("w", encoding="utf-8") as file:
-        for line in TRAIN.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            prompt = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
-            answers = {side: [{"role": "assistant", "content": row[side]}] for side in ("chosen", "rejected")}
-            file.write(json.dumps({"prompt": prompt, **answers}) + "\n")
+    rows: dict[Path, list[dict[str, Any]]] = {data: [], folder / TEXTS: []}
+    for row in map(json.loads, TRAIN.read_text(encoding="utf-8").splitlines()):
+        prompt = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
+        answers = {side: row[side] for side in ("chosen", "rejected")}
+        as_messages = {side: [{"role": "assistant", "content": text}] for side, text in answers.items()}
+        rows[data].append({"prompt": prompt, **as_messages})
+        rows[folder / TEXTS].append({"prompt": "".join(f"{turn['content']}\n" for turn in prompt), **answers})
+    for place, some in rows.items():
+        place.mkdir()
+        (place / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some), encoding="utf-8")
     return {"model_name_or_path": str(model), "dataset_name": str(data), **COMMON}
 
 
@@ -74,7 +79,8 @@ def write_config(case: str, inputs: dict[str, Any], run: Path) -> Path:
     """Write the configuration file that both trainers read. JSON is YAML too."""
     file = run.with_suffix(".yaml")
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({**inputs, **CASES[case], "output_dir": str(run)}))
+    data = {"dataset_name": str(Path(inputs["dataset_name"]).with_name(TEXTS))} if case == TEXTS else {}
+    file.write_text(json.dumps({**inputs, **data, **CASES[case], "output_dir": str(run)}))
     return file
 
 

@@ -81,6 +81,14 @@ GOOD: dict[str, dict[str, Any]] = {
         "summaries": [{"text": "yes"}, {"text": "no"}],
         "choice": 0,
     },
+    "arena_votes": {
+        "prompt": ["Hi"],
+        "response_a": ["yes"],
+        "response_b": ["no"],
+        "winner_model_a": 1,
+        "winner_model_b": 0,
+        "winner_tie": 0,
+    },
     "labelled_pair": {"prompt": "Hi", "response_a": "yes", "response_b": "no", "winner": "response_a"},
 }
 

@@ -247,7 +247,9 @@ def _pack_set(store: Preferences, config: Config, pack_sizes: Sequence[int]) -> 
         )
         for length in lengths
     ]
-    return [(packer, open_packs(packer)) for packer in packers]
+    # Lengths are rounded up, so that several may be the same.
+    by_length = {packer.length: packer for packer in packers}
+    return [(packer, open_packs(packer)) for packer in by_length.values()]
 
 
 def _write_folder(store: TokenStore, packs: list[tuple[Packer, Bins]], folder: Path) -> Path:

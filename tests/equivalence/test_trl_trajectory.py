@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-CASES = ("defaults", "higher rate", "accumulation, cosine, ipo", "two losses")
+CASES = ("defaults", "higher rate", "accumulation, cosine, ipo", "two losses", "plain text")
 
 
 @pytest.fixture
@@ -33,4 +33,4 @@ def test_a_translated_configuration_has_the_losses_of_trl(recording, tmp_path, c
     else:
         changes = [one - theirs[0] for one in theirs]
         assert max(abs((one - ours[0]) - change) for one, change in zip(ours, changes, strict=True)) < 1e-5
-    assert "TRL: " in (run / "translation.txt").read_text()
+    assert " is a configuration of TRL. " in (run / "translation.txt").read_text()

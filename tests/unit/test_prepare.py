@@ -408,6 +408,13 @@ def test_a_length_given_twice_is_packed_once(report):
     assert [packs["pack_length"] for packs in found["packs"]["train"]] == [128, 256]
 
 
+def test_lengths_that_are_rounded_up_to_the_same_length_are_packed_once(prepare):
+    write("pairs.jsonl", *TEN)
+    assert prepare("data.train=pairs.jsonl", LIMIT, "--pack-sizes", "64,100,128", "--output-dir", "out")[0] == 0
+    manifest = json.loads(Path("out/train/manifest.json").read_text(encoding="utf-8"))
+    assert [packs["pack_length"] for packs in manifest["packs"]] == [128]
+
+
 def test_an_interrupted_preparation_reports_its_partial_files(prepare, here, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt

@@ -89,8 +89,8 @@ def _work(template: Template, prompts: Sequence[Prompt] | None, monitor: RowMoni
         monitor.start_row(prompt.index)
         try:
             with bounded_memory():
-                text = template.render_prompt(prompt.prompt, prompt.tools, prompt.place)
-                rendered.append(tuple(encode_prompt(text, template).tolist()))
+                written = template.render_prompt(prompt.prompt, prompt.tools, prompt.place)
+                rendered.append(tuple(encode_prompt(written, template).tolist()))
         except RowError as error:
             rendered.append(error)
         except MemoryError:

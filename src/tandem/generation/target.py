@@ -51,6 +51,7 @@ class FoundModel:
         """Names the content of the weights, the adapter and the template."""
         adapter = self.target.adapter
         parts = [content_of(adapter / ADAPTER_WEIGHTS), read_json(adapter / ADAPTER_CONFIG)] if adapter else []
+        parts += ["as_is"] if self.template.plain_text_as_is else []
         return fingerprint(weights_fingerprint(self.source), self.template.source, self.template.kwargs, *parts)
 
 
@@ -89,7 +90,9 @@ def open_target(option: str, target: Target, chat_template: str | None = None) -
     settings = target.tokenizer
     if chat_template is not None:
         given = None if chat_template == "none" else chat_template
-        settings = settings.model_copy(update={"chat_template": given, "chat_template_kwargs": {}})
+        settings = settings.model_copy(
+            update={"chat_template": given, "chat_template_kwargs": {}, "plain_text": "turn"}
+        )
     try:
         template = make_template(load_tokenizer(target.adapter or source.folder), settings)
     except ConfigError as error:
@@ -139,6 +142,11 @@ def _stored_tokenizer(run: Path) -> TokenizerConfig:
         stored: Any = yaml.safe_load(read_yaml_text(run / "config.yaml"))
         given = stored["policy"]["tokenizer"]
         template, kwargs = given.get("chat_template", "default"), given.get("chat_template_kwargs") or {}
+        plain_text = given.get("plain_text", "turn")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, YamlLimitError):
         return TokenizerConfig()
-    return TokenizerConfig(chat_template=None if template is None else "default", chat_template_kwargs=dict(kwargs))
+    return TokenizerConfig(
+        chat_template=None if template is None else "default",
+        chat_template_kwargs=dict(kwargs),
+        plain_text="as_is" if plain_text == "as_is" else "turn",
+    )

@@ -10,6 +10,7 @@ from tandem.config.losses import BETA, LOSS_ARGUMENTS, SFT_TERM, reads, spelled
 from tandem.config.schema import Config
 from tandem.data.store.selection import Preferences
 from tandem.data.store.sets import Sets, columns_in_words
+from tandem.data.text.template import Template
 from tandem.model.architecture import architecture_of
 from tandem.model.load import describe_attention
 from tandem.model.lora.layers import LoraPlan
@@ -38,6 +39,12 @@ def describe_computation(setup: Setup) -> str:
     return f"on {where}; attention: {attention}; layers: {layers}{recomputed}"
 
 
+def _text_in_words(template: Template) -> str:
+    if template.source is None:
+        return "none (raw text)"
+    return "chat template; rows of plain text as they are" if template.plain_text_as_is else "chat template"
+
+
 def describe_choices(setup: Setup) -> list[tuple[str, str]]:
     """Return the settings that determine the trained model, as pairs (name of the setting, its value in words)."""
     config, dpo = setup.config, setup.config.dpo
@@ -45,7 +52,7 @@ def describe_choices(setup: Setup) -> list[tuple[str, str]]:
     weights = ", ".join(f"{s.data_path} {s.weight:g}" for s in sets) if any(s.weight != 1 for s in sets) else ""
     return [
         ("model", _name_and_folder(config.policy.model_name, setup.source.folder)),
-        ("text", "none (raw text)" if setup.template.source is None else "chat template"),
+        ("text", _text_in_words(setup.template)),
         *describe_sets(setup.plan.sets, config),
         *columns_in_words(setup.plan.sets, setup.config.dpo.preference_loss),
         (

@@ -261,12 +261,13 @@ def test_a_key_without_effect_has_its_reason(changes, key, reason):
         ),
         (
             {"lr_scheduler": "rex"},
-            'lr_scheduler = "rex": tandem has the schedules linear, cosine and constant, each with a warm-up, and torch\'s. Set '
-            "one of them, or policy.scheduler.",
+            'lr_scheduler = "rex", warmup_ratio = 0.1: tandem has the schedules linear, cosine and constant, each with a '
+            "warm-up, and torch's. Set one of them, or policy.scheduler.",
         ),
         (
             {"dpo_loss_type": ["ipo", "hinge"]},
-            'dpo_loss_type = ["ipo", "hinge"]: ipo is averaged over tokens, which applies to all losses here. Give ipo alone.',
+            'rl = "dpo", dpo_loss_type = ["ipo", "hinge"]: ipo is averaged over tokens, which applies to all losses '
+            "here. Give ipo alone.",
         ),
         (
             {"hub_model_id": "org/name"},
@@ -300,20 +301,25 @@ TURNS = {"message_property_mappings": {"role": "from", "content": "value"}}
                 "chosen_key": "chosen_response",
                 "rejected_key": "rejected_response",
             },
-            "chatml.argilla: in the tokenizer's own template, there in ChatML",
+            "chatml.argilla: in the tokenizer's own template; in Axolotl, in ChatML",
         ),
         (
             {"type": "llama3.ultra"},
             {"dataset_name": "implicit_prompt"},
-            "llama3.ultra: in the tokenizer's own template, there in that of Llama 3",
+            "llama3.ultra: in the tokenizer's own template; in Axolotl, in that of Llama 3",
         ),
-        ({"type": "chatml"}, {}, "chatml: in the tokenizer's own template, there in ChatML"),
+        ({"type": "chatml"}, {}, "chatml: in the tokenizer's own template; in Axolotl, in ChatML"),
         (
             {"type": "llama3.icr"},
             {"dataset_name": BINARY, "prompt_key": "input"},
-            "llama3.icr: in the tokenizer's own template, there in that of Llama 3",
+            "llama3.icr: in the tokenizer's own template; in Axolotl, in that of Llama 3",
         ),
         ({"type": "chat_template.argilla_chat"}, {"dataset_name": "implicit_prompt"}, None),
+        (
+            {"type": "chat_template.argilla_chat", "split": "train[:9]"},
+            {"dataset_name": "implicit_prompt", "max_rows": 9},
+            None,
+        ),
         (
             {"type": "chat_template.default", "field_messages": "conversation", "field_chosen": "better"},
             {"dataset_name": BINARY, "prompt_key": "conversation", "chosen_key": "better"},
@@ -347,6 +353,11 @@ def test_a_type_says_how_rows_are_read(entry, fields, note):
     kind, found, why = became({"datasets": [{"path": "a.jsonl", **entry}]}, "datasets")
     wanted = {"data_path": "a.jsonl", **fields}
     assert (kind, found, why) == ("translated", {f"data.train.{name}": one for name, one in wanted.items()}, note)
+
+
+def test_passthrough_leaves_plain_text_as_it_is_and_renders_messages():
+    config = load({**FILE, "datasets": [{"path": "a.jsonl", "type": "passthrough"}]}).config
+    assert (config.policy.tokenizer.plain_text, config.policy.tokenizer.chat_template) == ("as_is", "default")
 
 
 def test_a_type_of_the_users_is_raw_text():
@@ -387,8 +398,8 @@ def test_several_sets_are_one_training_set():
     [
         ({"path": "a.jsonl"}, "datasets[0] has no type. Name one, such as chat_template.default."),
         (
-            {"path": "a.jsonl", "type": "zephyr.nectar"},
-            "datasets[0]: the type zephyr.nectar is not known here. Set data.train.data_path and, if needed, prompt_key, "
+            {"path": "a.jsonl", "type": "zephyr.mine"},
+            "datasets[0]: the type zephyr.mine is not known here. Set data.train.data_path and, if needed, prompt_key, "
             "chosen_key and rejected_key.",
         ),
         (
@@ -401,7 +412,13 @@ def test_several_sets_are_one_training_set():
         ),
         (
             {"path": "org/pairs", "type": "chatml.intel", "split": "train[:5%]"},
-            "datasets[0]: tandem reads complete splits, not train[:5%]. Set split to a name, such as train.",
+            "datasets[0]: tandem reads a split, or its first rows, such as train[:1000], not train[:5%]. Write the rows to a "
+            "file, and name the file.",
+        ),
+        (
+            {"path": "org/nectar", "type": "zephyr.nectar"},
+            "datasets[0]: zephyr.nectar prefers the answers of the last rank, the worst ones. To prefer the best: "
+            "datasets=null data.train.data_path=PATH data.train.dataset_name=nectar.",
         ),
         (
             {"path": "a.jsonl", "type": {"prompt_format": "Q: {prompt}"}},

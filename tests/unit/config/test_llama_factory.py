@@ -209,6 +209,7 @@ def test_defaults_are_those_of_llama_factory():
         ({"optim": "adamw_torch"}, "optim", {"policy.optimizer.name": "torch.optim.AdamW"}),
         ({"optim": "paged_adamw_8bit"}, "optim", {"policy.optimizer.state_dtype": "int8"}),
         ({"adam_beta2": 0.95}, "adam_beta2", {"policy.optimizer.kwargs.betas": [0.9, 0.95]}),
+        ({"max_samples": 5}, "max_samples", {"data.default.max_rows": 5}),
         ({"template": "empty"}, "template", {"policy.tokenizer.chat_template": None}),
         ({"load_best_model_at_end": True}, "load_best_model_at_end", {"export.checkpoint": "best"}),
         ({"disable_shuffling": True}, "disable_shuffling", {"data.shuffle": False}),
@@ -226,7 +227,6 @@ def test_a_key_is_translated(changes, key, settings):
         ({"simpo_gamma": 1.0}, "simpo_gamma", "Only pref_loss=simpo reads it."),
         ({"trust_remote_code": True}, "trust_remote_code", "Code from model repositories is never run."),
         ({"galore_rank": 8}, "galore_rank", "It belongs to an optimizer that is off."),
-        ({"max_samples": 12}, "max_samples", "No set has more rows."),
         ({"finetuning_type": "full"}, "lora_rank", "Only LoRA reads it."),
         ({"save_total_limit": None}, "save_total_limit", "It is not set."),
     ],
@@ -256,7 +256,7 @@ def test_a_key_without_effect_has_its_reason(changes, key, reason):
         ),
         (
             {"pref_loss": "hinge", "dpo_label_smoothing": 0.1},
-            "dpo_label_smoothing = 0.1: Only pref_loss=sigmoid has it, there and here. Leave it out.",
+            "dpo_label_smoothing = 0.1: Only pref_loss=sigmoid has it, in LLaMA-Factory too. Leave it out.",
         ),
         (
             {"ld_alpha": 0.5},
@@ -286,8 +286,8 @@ def test_a_key_without_effect_has_its_reason(changes, key, reason):
             "here. Leave it out, or set policy.scheduler.",
         ),
         (
-            {"max_samples": 5},
-            "max_samples = 5: tandem reads every row of data/mine.json. Set max_samples=null, or cut the file (head -n 5).",
+            {"max_samples": "all"},
+            'max_samples = "all": It, or a key that belongs to it, has a value of another type than expected. Correct it.',
         ),
         (
             {"per_device_train_batch_size": "two", "gradient_accumulation_steps": None},
@@ -344,6 +344,23 @@ def test_what_cannot_be_done_is_refused_with_the_nearest_way(changes, message):
         ),
         (
             {
+                "hf_hub_url": "org/pairs",
+                "folder": "harmless-base",
+                "split": "train[:50]",
+                "ranking": True,
+                "columns": {"prompt": "question", "chosen": "chosen", "rejected": "rejected"},
+            },
+            {
+                "data_path": "org/pairs",
+                "subset": "harmless-base",
+                "max_rows": 50,
+                "dataset_name": "BinaryPreferenceDataset",
+                "prompt_key": "question",
+            },
+            None,
+        ),
+        (
+            {
                 "file_name": "a.jsonl",
                 "ranking": True,
                 "columns": {"prompt": "question", "chosen": "chosen", "rejected": "rejected", "system": "system"},
@@ -358,13 +375,13 @@ def test_what_cannot_be_done_is_refused_with_the_nearest_way(changes, message):
                 "columns": {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"},
             },
             {"data_path": "data/a.jsonl", "dataset_name": "alpaca"},
-            "instruction and input are separated by an empty line, there by a line break",
+            "instruction and input are separated by an empty line; in LLaMA-Factory, by a line break",
         ),
         # Of releases before 0.8: output is a list of the better and the worse answer.
         (
             {"file_name": "a.json", "ranking": True},
             {"data_path": "data/a.json", "dataset_name": "alpaca_pair"},
-            "instruction and input are separated by an empty line, there by a line break",
+            "instruction and input are separated by an empty line; in LLaMA-Factory, by a line break",
         ),
     ],
 )
@@ -417,7 +434,7 @@ WHERE = 'dataset = "mine": data/dataset_info.json'
         ),
         (
             {"mine": {**SHAREGPT, "num_samples": 10}},
-            f"{WHERE}: mine: tandem cannot read a part of a set (num_samples). Set data.train.data_path to a file of it.",
+            f"{WHERE}: mine: tandem draws no random rows (num_samples). Set data.train.max_rows for the first rows.",
         ),
         (
             {"mine": {**SHAREGPT, "tags": {"user_tag": "me"}}},
@@ -518,11 +535,13 @@ def test_every_key_that_the_table_sets_exists():
     assert all(map(is_own_key, table.defaults))
 
 
-def test_a_step_is_trained_from_a_file_of_llama_factory(capsys):
+@pytest.mark.parametrize(("method", "exported"), [("lora", "adapter_model"), ("full", "model")])
+def test_a_step_is_trained_from_a_file_of_llama_factory(capsys, method, exported):
     from tandem.report.reporter import Reporter
     from tandem.training.trainer import train
 
     tree = {**FILE, "model_name_or_path": "embedded", "max_steps": 1, "lora_target": "all", "val_size": 0}
+    tree |= {"finetuning_type": method, "max_samples": 9}
     tree |= {"template": None, "preprocessing_num_workers": 1, "lr_scheduler_type": "constant"}
     train(load(tree), Reporter("normal"))
     shown = capsys.readouterr().out
@@ -532,3 +551,5 @@ def test_a_step_is_trained_from_a_file_of_llama_factory(capsys):
     assert "  ddp_timeout = 180000000  (The launcher decides: torchrun" in kept
     first = json.loads(Path("saves/mine/metrics.jsonl").read_text().splitlines()[0])
     assert first["num_pairs"] == 8
+    assert Path(f"saves/mine/model/{exported}.safetensors").is_file()
+    assert "pairs used: 8 of 9" in shown

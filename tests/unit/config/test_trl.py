@@ -10,6 +10,7 @@ import yaml
 
 from tandem.config.compat.records import Translation, nested
 from tandem.config.compat.rules.registry import RULES
+from tandem.config.compat.rules.trl_data import fields_of
 from tandem.config.compat.table import load_table
 from tandem.config.compat.translate import is_own_key, recognise, translate
 from tandem.config.load import load_config
@@ -369,7 +370,7 @@ def test_data_types_of_weights(load):
     loaded = load({**DATA, "torch_dtype": "bfloat16"})
     assert loaded.config.policy.weights == "bfloat16_nearest"
     assert note_of(loaded.translation, "torch_dtype") == (
-        "as there, small updates are lost; bfloat16_stochastic keeps them, and float32 is exact"
+        "small updates are lost, as in TRL; bfloat16_stochastic keeps them, and float32 is exact"
     )
     assert load({**DATA, "dtype": "auto"}).config.policy.weights == "float32"
     with_adapters = load({**DATA, "use_peft": True, "dtype": "bfloat16"})
@@ -465,9 +466,8 @@ REFUSED = [
     ),
     (
         {"eval_strategy": "steps", "eval_steps": 0.1},
-        "eval_steps = 0.1: eval_steps is a share of the run, whose length is not known. Set a number of steps, or set max_steps "
-        'too.\n  PATH: eval_strategy = "steps": eval_steps is a share of the run, whose length is not known. Set a number of '
-        "steps, or set max_steps too.",
+        'eval_steps = 0.1, eval_strategy = "steps": eval_steps is a share of the run, whose length is not known. Set a number '
+        "of steps, or set max_steps too.",
     ),
     (
         {"lr_scheduler_type": "polynomial"},
@@ -505,9 +505,9 @@ REFUSED = [
         "weight for each set. Remove it.",
     ),
     (
-        {"datasets": [{"path": "org/a", "split": "train[:10]"}]},
-        'datasets = [{"path": "org/a", "split": "train[:10]"}]: tandem reads a split as a whole, not train[:10]. Write the rows '
-        "to a file, and name the file.",
+        {"datasets": [{"path": "org/a", "split": "train[:10%]"}]},
+        'datasets = [{"path": "org/a", "split": "train[:10%]"}]: split: tandem reads a split, or its first rows, such as '
+        "train[:1000], not train[:10%]. Write the rows to a file, and name the file.",
     ),
     (
         {"max_steps": "many"},
@@ -640,3 +640,23 @@ def test_one_step_from_a_file(tmp_path, capsys):
     assert (line["split"], line["step"], round(line["loss"], 4)) == ("train", 1, 0.6931)
     kept = Path(tmp_path, "run/translation.txt").read_text()
     assert "4 per device x 1 of accumulation x 1 rank" in kept
+
+
+@pytest.mark.parametrize(
+    ("entry", "fields"),
+    [
+        ({"path": "org/a", "split": "train[:10]"}, {"data_path": "org/a", "split": "train", "max_rows": 10}),
+        ({"path": "org/a", "split": "test[:10]"}, {"data_path": "org/a", "split": "test", "max_rows": 10}),
+        ({"path": "org/a", "data_dir": "en"}, {"data_path": "org/a", "subset": "en"}),
+        (
+            {"path": "json", "data_files": {"dev": "a.jsonl"}, "split": "dev[:7]"},
+            {"data_path": "a.jsonl", "max_rows": 7},
+        ),
+        (
+            {"path": "org/a", "name": "small", "data_dir": "en"},
+            "tandem reads data_dir of a hub dataset, without name and data_files. Give the folder as path.",
+        ),
+    ],
+)
+def test_a_dataset_is_read_as_fields_or_refused_with_its_reason(entry, fields):
+    assert fields_of(entry) == fields

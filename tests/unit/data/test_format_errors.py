@@ -39,12 +39,15 @@ NEEDED = {
     "oasst_tree": ["prompt"],
     "webgpt": ["question", "answer_0", "answer_1", "score_0", "score_1"],
     "summarize_from_feedback": ["info", "summaries", "choice"],
+    "arena_votes": ["prompt", "response_a", "response_b", "winner_model_a", "winner_model_b", "winner_tie"],
     "labelled_pair": ["prompt"],
 }
 NEEDED_KEYS = [(name, key) for name, keys in NEEDED.items() for key in keys]
 # The nearest of the keys found, where one is near.
 NEAR = {"response1": "response2", "response2": "response1", "response_j": "response_k", "response_k": "response_j"}
 NEAR |= {"response_1": "response_2", "response_2": "response_1", "answer_0": "answer_1", "answer_1": "answer_0"}
+NEAR |= {"response_a": "response_b", "response_b": "response_a", "winner_model_a": "winner_model_b"}
+NEAR |= {"winner_model_b": "winner_model_a"}
 NEAR |= {"score_0": "score_1", "score_1": "score_0"}
 NEAR |= {"preferred_output": "non_preferred_output", "non_preferred_output": "preferred_output"}
 

@@ -309,3 +309,73 @@ def test_a_very_deep_tree_is_read():
         root = message("prompter", "Hi", message("assistant", "so", root))
     (found,) = split_tree(tree(root), KEYS)
     assert len(read_preference(found, KEYS, "oasst_tree", Wording()).prompt) == 1001
+
+
+# Votes of Chatbot Arena
+
+
+def test_a_conversation_of_several_turns_with_the_same_earlier_answers_is_a_pair():
+    found = read("arena_votes", prompt='["Hi", "Ho"]', response_a=["yes", "a"], response_b='["yes", "b"]')
+    assert [(message.role, message.content) for message in found.prompt] == [
+        ("user", "Hi"),
+        ("assistant", "yes"),
+        ("user", "Ho"),
+    ]
+    assert [(one.answer, one.rank) for one in found.completions] == [("a", 0), ("b", 1)]
+
+
+VOTES = "winner_model_a, winner_model_b, winner_tie"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "message"),
+    [
+        ({"winner_tie": 1}, "bad label", f"{VOTES}: 1, 0, 1. One of them must be 1 and the others 0."),
+        ({"winner_model_a": 0.25}, "bad label", f"{VOTES}: 0.25, 0, 0. One of them must be 1 and the others 0."),
+        ({"prompt": "Hi"}, "wrong type", "prompt: a text, not a list with a text for each turn."),
+        ({"response_a": "[]"}, "wrong type", "response_a: a list, not a list with a text for each turn."),
+        ({"response_b": "[null]"}, "null", "response_b[0] is null. Give it a value."),
+        (
+            {"prompt": ["Hi", "Ho"]},
+            "wrong type",
+            "response_a: 1 texts for the 2 of prompt. Each turn needs one answer.",
+        ),
+    ],
+)
+def test_a_malformed_vote_is_refused(changes, reason, message):
+    assert refused("arena_votes", **changes) == ("bad", reason, message)
+
+
+def test_different_conversations_of_several_turns_are_filtered_also_with_an_answer_that_is_null():
+    changes = {"prompt": ["Hi", "Ho"], "response_a": ["yes", "a"], "response_b": ["no", None]}
+    message = "response_a and response_b do not answer the same conversation."
+    assert refused("arena_votes", **changes) == ("filtered", "prompts differ", message)
+
+
+def test_numbers_of_a_csv_file_are_votes():
+    found = read("arena_votes", winner_model_a="0", winner_model_b="1", winner_tie="0")
+    assert [(one.answer, one.rank) for one in found.completions] == [("yes", 1), ("no", 0)]
+
+
+# Rows of Argilla and of HelpSteer
+
+
+def test_the_average_ratings_of_argilla_are_scores_and_the_instruction_is_the_prompt():
+    value = {"instruction": "Hi", "chosen_response": "yes", "rejected_response": "no"}
+    source = row(value | {"chosen_avg_rating": 4.5, "rejected_avg_rating": 2})
+    name, how = detect_format(source, KEYS)
+    assert (name, how) == ("aligner", "detected from the keys instruction, chosen_response, rejected_response")
+    found = read_preference(source, KEYS, name, Wording())
+    assert (found.prompt, [one.score for one in found.completions]) == ("Hi", [4.5, 2.0])
+
+
+def test_a_single_rated_response_is_named_as_such():
+    source = row({"prompt": "c#", "response": "A", "helpfulness": 3, "correctness": 4, "coherence": 4})
+    assert refusal(
+        lambda source, keys: read_preference(source, keys, detect_format(source, keys)[0], Wording()), source
+    ) == (
+        "bad",
+        "one completion",
+        "one response with ratings, as in HelpSteer and HelpSteer2, not a pair. Use pairs, such as those of nvidia/HelpSteer2 "
+        "with data.train.subset=preference.",
+    )

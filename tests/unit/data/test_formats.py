@@ -34,7 +34,7 @@ TEXT_PROMPTS = (
 
 def test_the_schema_names_the_formats_that_are_read():
     assert set(get_args(DatasetName)) - {"auto"} == set(FORMATS) == set(GOOD)
-    assert len(FORMATS) == 23
+    assert len(FORMATS) == 24
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -325,6 +325,7 @@ TOLD_BY = {
     "oasst_tree": "message_tree_id, prompt",
     "webgpt": "question, answer_0, answer_1, score_0, score_1",
     "summarize_from_feedback": "info, summaries, choice",
+    "arena_votes": "prompt, response_a, response_b, winner_model_a, winner_model_b, winner_tie",
     "labelled_pair": "prompt, response_a, response_b, winner",
 }
 

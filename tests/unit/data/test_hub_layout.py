@@ -182,3 +182,12 @@ def test_a_repository_without_data_files_is_refused():
 )
 def test_a_malformed_readme_is_refused_with_its_place(card, problem):
     assert refusal(FILES, card) == f"acme/pairs: {problem} {GIVE_FILES_HINT}"
+
+
+def test_a_subset_may_be_a_folder_with_data_files():
+    listing = ["preference/preference.jsonl.gz", "train.jsonl.gz", "validation.jsonl.gz"]
+    assert choose(listing) == ["train.jsonl.gz"]
+    assert choose(listing, subset="preference") == choose(listing, subset="preference/") == listing[:1]
+    named = readme({"config_name": "preference", "data_files": "train.jsonl.gz"})
+    assert choose(listing, named, subset="preference") == ["train.jsonl.gz"]
+    assert refusal(listing, subset="pref") == "acme/pairs: there is no subset 'pref'. Set subset to one of: default."

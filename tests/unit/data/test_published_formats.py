@@ -289,6 +289,33 @@ def arena(rng):
     return row, [DIFFER if num_turns == 2 else found]
 
 
+def arena_votes(rng):
+    """https://huggingface.co/datasets/lmarena-ai/arena-human-preference-55k: lists of texts as JSON, and three labels."""
+    a, b, vote, num_turns = text(rng), text(rng), rng.choice([0, 1, 2]), rng.choice([1, 1, 2])
+    later = [text(rng)] if num_turns == 2 else []
+    row = {"id": 30192, "model_a": "gpt-4", "model_b": "vicuna", "prompt": json.dumps([text(rng), *later])}
+    row |= {"response_a": json.dumps([a, *later]), "response_b": json.dumps([b, *later])}
+    row |= {f"winner_{name}": int(vote == i) for i, name in enumerate(("model_a", "model_b", "tie"))}
+    return row, [DIFFER if num_turns == 2 else ((a, b), (b, a), TIE)[vote]]
+
+
+def arena_parts(rng):
+    """https://huggingface.co/datasets/lmarena-ai/arena-human-preference-140k: contents are lists of parts, and both_bad a tie."""
+    row, found = arena(rng)
+    for key in ("conversation_a", "conversation_b"):
+        parts = [{"type": "text", "text": turn["content"], "image": None, "mimeType": None} for turn in row[key]]
+        row[key] = [turn | {"content": [part]} for turn, part in zip(row[key], parts, strict=True)]
+    row["winner"] = row["winner"].replace("tie (bothbad)", "both_bad")
+    return row | {"evaluation_order": 1, "full_conversation": [{"user": None}], "is_code": False}, found
+
+
+def argilla_responses(rng):
+    """https://huggingface.co/datasets/argilla/ultrafeedback-binarized-preferences: instruction, and two rated responses."""
+    better, worse = text(rng), text(rng)
+    row = {"source": "flan", "instruction": text(rng), "chosen_response": better, "rejected_response": worse}
+    return row | {"chosen_avg_rating": 4.5, "rejected_avg_rating": 2.25, "chosen_model": "gpt-4"}, [(better, worse)]
+
+
 def alpaca_farm(rng):
     """https://huggingface.co/datasets/tatsu-lab/alpaca_farm, preferences: preference is 1 or 2, the number of the output."""
     one, two, preference = text(rng), text(rng), rng.choice([1, 2])
@@ -324,6 +351,9 @@ CASES = [
     Case(pku, "labelled_pair", DatasetFields(label_key="safer_response_id")),
     Case(helpsteer2, "HelpSteer2"),
     Case(arena, "labelled_pair"),
+    Case(arena_parts, "labelled_pair"),
+    Case(arena_votes, "arena_votes"),
+    Case(argilla_responses, "aligner"),
     Case(alpaca_farm, "labelled_pair", DatasetFields(label_values={"1": "a", "2": "b"})),
 ]
 
@@ -356,5 +386,5 @@ def test_the_pairs_and_counts_of_a_file_are_those_of_its_rows(case, tmp_path):
     assert [winner_and_loser(preference) for preference in store] == pairs
     assert (store.counts.bad, store.counts.filtered) == ({}, dict(left_out))
     assert store.counts.rows == len(outcomes) and len(pairs) > 5
-    if case.build in (distilabel_orca, webgpt, helpsteer2, arena, distilabel_ratings):
+    if case.build in (distilabel_orca, webgpt, helpsteer2, arena, arena_parts, arena_votes, distilabel_ratings):
         assert left_out[TIE] > 2

@@ -237,6 +237,26 @@ def test_the_files_of_a_pattern_are_one_set_in_the_order_of_their_names(tmp_path
     assert store.num_prompt_tokens.tolist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize("chunk_records", [1, 2, 512])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+def test_max_rows_reads_the_first_rows_of_all_files_of_a_set(tmp_path, monkeypatch, chunk_records, kind):
+    monkeypatch.setattr(sources, "CHUNK_RECORDS", chunk_records)
+    rows = [pair(prompt=letter * 3) for letter in "abcdef"]
+    for name, part in (("1", rows[:4]), ("2", rows[4:])):
+        file = tmp_path / f"{name}.{kind}"
+        if kind == "parquet":
+            parquet.write_table(pa.Table.from_pylist(part), file)
+        elif kind == "csv":
+            file.write_text("prompt,chosen,rejected\n" + "".join(",".join(row.values()) + "\n" for row in part))
+        else:
+            file.write_text(json.dumps(part) if kind == "json" else "".join(json.dumps(row) + "\n" for row in part))
+    everything = [one.prompt.tolist() for one in opened(tmp_path / f"*.{kind}")]
+    for most in (1, 3, 4, 5, 100):
+        store = opened(tmp_path / f"*.{kind}", keys=DatasetFields(max_rows=most))
+        assert [one.prompt.tolist() for one in store] == everything[:most]
+        assert store.counts.rows == min(most, 6)
+
+
 def test_a_file_more_under_a_pattern_is_another_store(tmp_path):
     write(tmp_path / "a.jsonl", pair())
     first = opened(tmp_path / "*.jsonl")

@@ -194,3 +194,44 @@ def test_a_template_that_is_neither_a_file_nor_a_known_word_is_refused():
     assert str(caught.value) == (
         "policy.tokenizer.chat_template = 'chatml': not a known value. Set default, null (raw text), or a file ending in .jinja."
     )
+
+
+# Plain text as it is
+
+
+def as_is(source: str | None = CHAT) -> Template:
+    return Template(TOKENIZER, source, {}, plain_text_as_is=True)
+
+
+def test_with_plain_text_as_is_only_rows_of_messages_are_rendered_by_the_template():
+    assert as_is().render(PAIR) == Rendered("hi", texts("yes</s>", "no</s>"), adds_bos=True)
+    as_messages = Preference((Message("user", "hi"),), PAIR.completions, "x")
+    assert as_is().render(as_messages) == with_template(CHAT).render(as_messages)
+    calls = Message("assistant", "", {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]})
+    with_calls = Preference("hi", (Completion((calls,), 0), Completion("no", 1)), "x")
+    assert refusal_reason(with_calls) == "tool call not written"
+
+
+def refusal_reason(preference: Preference) -> str:
+    with pytest.raises(RowError) as caught:
+        as_is().render(preference)
+    return caught.value.reason
+
+
+@pytest.mark.parametrize("source", [None, CHAT])
+@pytest.mark.parametrize(("text", "ended"), [("a<end>", "a<end></s>"), ("a</s>", "a</s>"), ("a</s>\n", "a</s>\n</s>")])
+def test_with_plain_text_as_is_every_completion_ends_in_eos_as_in_trl(source, text, ended):
+    assert as_is(source).render(of_text(text)).completions == texts(ended, "no</s>")
+
+
+def test_the_setting_makes_the_template():
+    assert make_template(TOKENIZER, TokenizerConfig(plain_text="as_is")).plain_text_as_is
+    assert not make_template(TOKENIZER, TokenizerConfig()).plain_text_as_is
+
+
+def test_a_prompt_to_answer_is_written_as_in_a_preference():
+    asked = (Message("user", "hi"),)
+    for template in (as_is(), with_template(CHAT), with_template(None)):
+        for prompt in ("hi", asked) if template.source else ("hi",):
+            rendered = template.render(Preference(prompt, PAIR.completions, "x"))
+            assert template.render_prompt(prompt, (), "x") == Rendered(rendered.prompt, (), rendered.adds_bos)

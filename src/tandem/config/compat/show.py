@@ -8,7 +8,7 @@ from tandem.config.compat.records import TranslatedKey, Translation
 
 HEADINGS = {
     "translated": "Translated",
-    "default": "Not set there, so its default there applies",
+    "default": "Not set, so the other trainer's default applies",
     "same": "The same here",
     "no effect": "Without effect here",
 }

@@ -213,11 +213,13 @@ def _refuse(table: Table, rows: list[TranslatedKey], defaults: list[TranslatedKe
         return
     somewhere = next(iter(given.origins.values()), "configuration")
     near = [name for name in table.keys if "*" not in name]
-    lines = [
-        f"  {given.origins.get(row.key, somewhere)}: {row.key} = {json.dumps(row.value, ensure_ascii=False)}: "
-        f"{_reason(table.name, row, near)}"
-        for row in problems[:SHOWN]
-    ]
+    # Known keys that are refused together, for one reason, are in one line.
+    by_reason: dict[tuple[str, ...], list[str]] = {}
+    for row in problems[:SHOWN]:
+        where = (given.origins.get(row.key, somewhere), _reason(table.name, row, near))
+        alone = (row.key,) if row.outcome.note == UNKNOWN else ()
+        by_reason.setdefault((*where, *alone), []).append(f"{row.key} = {json.dumps(row.value, ensure_ascii=False)}")
+    lines = [f"  {place}: {', '.join(keys)}: {reason}" for (place, reason, *_), keys in by_reason.items()]
     count = "a key" if len(problems) == 1 else f"{len(problems):,} keys"
     more = [f"  and {len(problems) - SHOWN:,} more"] if len(problems) > SHOWN else []
     raise ConfigError("\n".join([f"{table.name} configuration: {count} cannot be translated.", *lines, *more]))

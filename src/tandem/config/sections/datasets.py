@@ -64,6 +64,7 @@ DatasetName = Literal[
     "oasst_tree",
     "webgpt",
     "summarize_from_feedback",
+    "arena_votes",
     "labelled_pair",
 ]
 
@@ -115,9 +116,12 @@ class DatasetFields(Section):
     system_prompt_file: PathText | None = Field(
         default=None, description="text file with a system turn to add to prompts that have none; needs a chat template"
     )
-    subset: str | None = Field(default=None, description="configuration of a hub dataset")
+    subset: str | None = Field(default=None, description="configuration of a hub dataset, or a folder in it")
     split: str | None = Field(default=None, description="split of a hub dataset or saved dataset; null: train")
     revision: str | None = Field(default=None, description="branch, tag or commit of a hub dataset")
+    max_rows: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="rows to read, from the beginning of the set; null: all"
+    )
     weight: float = Field(
         default=1.0,
         gt=0,
@@ -186,9 +190,19 @@ class DatasetFields(Section):
 
     @property
     def paths_and_labels(self) -> list[Any]:
-        """The settings for rows of no known format and for labels, if any is set. The tokens of a set depend on them."""
+        """The settings for rows of no known format and for labels, if any is set."""
         settings = [self.label_key, self.sides_by_label, self.columns]
         return settings if any(settings) else []
+
+    @property
+    def settings_of_tokens(self) -> list[Any]:
+        """The settings that determine which tokens a set has, apart from its prompt files."""
+        first = [] if self.max_rows is None else [f"the first {self.max_rows} rows"]
+        return [
+            *(self.dataset_name, self.prompt_key, self.chosen_key, self.rejected_key),
+            *self.paths_and_labels,
+            *first,
+        ]
 
     @property
     def number_columns(self) -> dict[str, str]:

@@ -29,6 +29,11 @@ class Tokenizer(Section):
         description="default: the tokenizer's template; null: raw text; a path ending in .jinja: that file",
     )
     chat_template_kwargs: dict[str, Any] = Field(default={}, description="variables to pass to the template")
+    plain_text: Literal["turn", "as_is"] = Field(
+        default="turn",
+        description="turn: a prompt of plain text becomes a user turn of the template; as_is: rows of plain text are raw text, "
+        "with EOS at the end, and only rows of messages use the template, as in TRL",
+    )
 
 
 class OptimizerKwargs(Section):

@@ -99,7 +99,7 @@ def split_conversations(
             raise RowError(row.place, "wrong roles", message)
     split = _length_of_prompt(*both)
     if split == 0 or any(message.role == "user" for messages in both for message in messages[split:]):
-        raise _prompts_differ(row, what)
+        raise prompts_differ(row, what)
     answers = [as_answer(messages[split:], row, key) for key, messages in zip(keys, both, strict=True)]
     return both[0][:split], answers
 
@@ -112,7 +112,7 @@ def _length_of_prompt(chosen: tuple[Message, ...], rejected: tuple[Message, ...]
     return common
 
 
-def _prompts_differ(row: SourceRow, what: str = "chosen and rejected") -> RowError:
+def prompts_differ(row: SourceRow, what: str = "chosen and rejected") -> RowError:
     message = f"{what} do not answer the same conversation."
     return RowError(row.place, "prompts differ", message, kind="filtered")
 
@@ -124,7 +124,7 @@ def dialogue_text(row: SourceRow, keys: DatasetFields) -> Preference:
     """Read a row of Anthropic HH: two dialogues as texts, `chosen` and `rejected`. The last assistant turn is the completion."""
     (chosen, first), (rejected, second) = (_split_dialogue(row, key) for key in (keys.chosen_key, keys.rejected_key))
     if chosen != rejected:
-        raise _prompts_differ(row)
+        raise prompts_differ(row)
     turns = messages_of(dialogue_turns(chosen), row, keys.chosen_key)
     prompt = ended_before_answer(turns, row, keys.chosen_key)
     return checked(Preference(prompt, chosen_and_rejected(row, [first, second]), row.place))

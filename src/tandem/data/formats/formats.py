@@ -15,7 +15,7 @@ from tandem.data.formats.conversations import (
     pair_of,
     sharegpt,
 )
-from tandem.data.formats.labelled import completion_keys, has_label, helpsteer2, helpsteer3, labelled_pair
+from tandem.data.formats.labelled import arena_votes, completion_keys, has_label, helpsteer2, helpsteer3, labelled_pair
 from tandem.data.formats.preference import (
     CONTRADICTED,
     Message,
@@ -91,8 +91,10 @@ def _is_list_of_rows(value: Any, names: tuple[str, ...]) -> bool:
 
 
 def aligner(row: SourceRow, keys: DatasetFields) -> Preference:
-    """Read a row of NeMo Aligner: `prompt`, `chosen_response`, `rejected_response`, and optional rewards."""
-    return pair_of(row, prompt_of(row, keys.prompt_key), "chosen_response", "rejected_response")
+    """Read a row of NeMo Aligner: `prompt` (`instruction` in sets by Argilla), `chosen_response` and `rejected_response`."""
+    is_argilla = keys.prompt_key == "prompt" and "prompt" not in row.value and "instruction" in row.value
+    prompt = prompt_of(row, "instruction" if is_argilla else keys.prompt_key)
+    return pair_of(row, prompt, "chosen_response", "rejected_response")
 
 
 def implicit_prompt(row: SourceRow, keys: DatasetFields) -> Preference:
@@ -198,7 +200,11 @@ FORMATS: dict[str, Format] = {
     "BinaryPreferenceDataset": Format(binary, ("{prompt}", "{chosen}", "{rejected}"), _is_answer),
     "PreferenceDataset": Format(ranked, ("context", "completions")),
     "HelpSteer3": Format(helpsteer3, ("context", "response1", "response2", "overall_preference")),
-    "aligner": Format(aligner, ("{prompt}", "chosen_response", "rejected_response")),
+    "aligner": Format(
+        aligner,
+        ("{prompt}", "chosen_response", "rejected_response"),
+        other_keys=(("instruction", "chosen_response", "rejected_response"),),
+    ),
     "scored": Format(
         scored,
         ("{prompt}", "completions"),
@@ -234,6 +240,10 @@ FORMATS: dict[str, Format] = {
     "oasst_tree": Format(oasst_tree, ("message_tree_id", "{prompt}"), is_tree),
     "webgpt": Format(webgpt, ("question", "answer_0", "answer_1", "score_0", "score_1")),
     "summarize_from_feedback": Format(summarize_from_feedback, ("info", "summaries", "choice")),
+    "arena_votes": Format(
+        arena_votes,
+        ("{prompt}", "response_a", "response_b", "winner_model_a", "winner_model_b", "winner_tie"),
+    ),
     "labelled_pair": Format(labelled_pair, ("{prompt}", "response_a", "response_b", "winner"), keys_in=has_label),
 }
 
@@ -241,7 +251,7 @@ FORMATS: dict[str, Format] = {
 # Formats whose rows rank the completions. Labels in these rows are not checked.
 RANKED = (
     *("PreferenceDataset", "HelpSteer3", "scored", "best_of_n", "HelpSteer2", "nectar", "oasst_tree", "webgpt"),
-    *("summarize_from_feedback", "labelled_pair"),
+    *("summarize_from_feedback", "arena_votes", "labelled_pair"),
 )
 NOTHING_FITS = ("BinaryPreferenceDataset", "no other format matches its keys")
 # Rows of alpaca and of alpaca_pair may have their completions under the configured keys.
@@ -348,6 +358,11 @@ def _not_a_pair(row: SourceRow, keys: DatasetFields) -> tuple[str, str] | None:
         return "not a tree", (
             "one message of an Open Assistant tree. Use the file of trees (for example "
             "2023-04-12_oasst_ready.trees.jsonl.gz), in which each row is a tree."
+        )
+    if {"response", "helpfulness", "correctness"} <= row.value.keys():
+        return "one completion", (
+            "one response with ratings, as in HelpSteer and HelpSteer2, not a pair. Use pairs, such as those of "
+            "nvidia/HelpSteer2 with data.train.subset=preference."
         )
     if sides := completion_keys(tuple(row.value)):
         missing = keys.label_key is not None and keys.label_key not in row.value

@@ -6,13 +6,14 @@ sets the second), so it needs label_values.
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from decimal import Decimal
 from functools import lru_cache
 from itertools import product
 from typing import Any
 
 from tandem.config.sections.datasets import DatasetFields, Side, spelled_label
-from tandem.data.formats.conversations import split_conversations
+from tandem.data.formats.conversations import prompts_differ, split_conversations
 from tandem.data.formats.preference import (
     Completion,
     Preference,
@@ -27,6 +28,7 @@ from tandem.data.formats.preference import (
     text_of,
 )
 from tandem.data.formats.rated import float_to_int
+from tandem.data.read.json_array import DuplicateKey, decode
 from tandem.data.read.sources import RowError, SourceRow
 from tandem.terminal.printable import listed
 
@@ -64,6 +66,8 @@ LABEL_KEYS = (
 TIES = ("tie", "tied", "draw", "equal", "both", "neither", "both bad", "both_bad", "bothbad", "tie (bothbad)", "[[c]]")
 NUMBER = re.compile(r"[-+]?\d*\.?\d+")
 NAMES_A_RESPONSE = "_response_id"  # the end of keys whose value is the number in the key of the better completion
+ARENA_SIDES = ("response_a", "response_b")
+ARENA_VOTES = ("winner_model_a", "winner_model_b", "winner_tie")
 # A prompt of HelpSteer2 with several turns: "Q\n<extra_id_1>Assistant\nA\n<extra_id_1>User\nQ"
 HELPSTEER2_TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
 
@@ -97,6 +101,48 @@ def _sign(row: SourceRow, key: str) -> Side:
     if not isinstance(strength, int) or isinstance(strength, bool):
         raise RowError(row.place, "wrong type", f"{key}: {strength!r}, not an integer.")
     return "a" if strength < 0 else "b" if strength > 0 else "tie"
+
+
+def arena_votes(row: SourceRow, keys: DatasetFields) -> Preference:
+    """Read a row of arena-human-preference-55k: `prompt`, `response_a` and `response_b` with a text per turn, and three labels.
+
+    One of `winner_model_a`, `winner_model_b` and `winner_tie` is 1. The lists of texts are often written as JSON.
+    """
+    asked = _texts(row, keys.prompt_key)
+    answered = [_texts(row, key) for key in ARENA_SIDES]
+    votes = [spelled_label(float_to_int(field_of(row.value, key, row))) for key in ARENA_VOTES]
+    if sorted(votes) != ["0", "0", "1"]:
+        message = f"{', '.join(ARENA_VOTES)}: {', '.join(votes)}. One of them must be 1 and the others 0."
+        raise RowError(row.place, "bad label", message)
+    side: Side = ("a", "b", "tie")[votes.index("1")]
+    if answered[0][:-1] != answered[1][:-1]:
+        raise prompts_differ(row, " and ".join(ARENA_SIDES))
+    for key, texts in zip(ARENA_SIDES, answered, strict=True):
+        if len(texts) != len(asked):
+            message = (
+                f"{key}: {len(texts)} texts for the {len(asked)} of {keys.prompt_key}. Each turn needs one answer."
+            )
+            raise RowError(row.place, "wrong type", message)
+        if texts[-1] is None:
+            raise RowError(row.place, "null", f"{key}[{len(texts) - 1}] is null. Give it a value.")
+    turns = [
+        turn for pair in zip(asked, answered[0], strict=True) for turn in zip(("user", "assistant"), pair, strict=True)
+    ]
+    messages = [{"role": role, "content": text} for role, text in turns[:-1]]
+    prompt = ended_before_answer(messages_of(messages, row, keys.prompt_key), row, keys.prompt_key)
+    answers = [completion_of(row, texts[-1], key) for key, texts in zip(ARENA_SIDES, answered, strict=True)]
+    return _ranked(row, prompt, answers, side)
+
+
+def _texts(row: SourceRow, key: str) -> list[Any]:
+    """Return a list with a text for each turn, also if it is written as JSON."""
+    value = field_of(row.value, key, row)
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError, DuplicateKey):
+            value = decode(value.strip())
+    if not isinstance(value, list) or not value:
+        raise RowError(row.place, "wrong type", f"{key}: {describe(value)}, not a list with a text for each turn.")
+    return value
 
 
 def labelled_pair(row: SourceRow, keys: DatasetFields) -> Preference:

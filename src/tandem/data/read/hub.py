@@ -232,7 +232,7 @@ def choose_files(name: str, listing: list[str], readme: str, *, subset: str | No
     files = [file for file in listing if _is_data(file)]
     if not files:
         _refuse_without_data(name, listing)
-    splits = _splits(_subset(name, _subsets(name, readme), subset), files)
+    splits = _splits(_subset(name, _subsets(name, readme), subset, files), files)
     split = _pick(name, "split", split, splits, usual="train")
     for path, found in splits[split].items():
         if not found:
@@ -287,8 +287,12 @@ def _subsets(name: str, readme: str) -> list[_Subset]:
         raise DataError(f"{name}: the front matter of README.md is not YAML. {GIVE_FILES_HINT}") from None
 
 
-def _subset(name: str, subsets: list[_Subset], given: str | None) -> _Subset:
+def _subset(name: str, subsets: list[_Subset], given: str | None, files: list[str]) -> _Subset:
+    """Return the subset with the name `given`: one of README.md, or a folder with data files."""
     by_name = {subset.config_name: subset for subset in subsets}
+    folder = (given or "").strip("/")
+    if given not in by_name and folder and any(file.startswith(f"{folder}/") for file in files):
+        return _Subset(config_name=folder, data_dir=folder)
     defaults = [known for known, subset in by_name.items() if subset.default or known == "default"]
     return by_name[_pick(name, "subset", given, by_name, usual=defaults[0] if len(defaults) == 1 else None)]
 

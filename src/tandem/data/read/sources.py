@@ -41,9 +41,9 @@ OTHER_ARCHIVES = {"zip": b"PK\x03\x04", "bzip2": b"BZh", "xz": b"\xfd7zXZ\x00", 
 # Keys for the scores of the chosen and the rejected completion.
 PAIR_SCORE_KEYS = (
     ("chosen_reward", "rejected_reward"),
-    ("score_chosen", "score_rejected"),
-    ("chosen_score", "rejected_score"),
+    *(("score_chosen", "score_rejected"), ("chosen_score", "rejected_score")),
     *(("chosen_rating", "rejected_rating"), ("chosen-rating", "rejected-rating"), ("rating_chosen", "rating_rejected")),
+    ("chosen_avg_rating", "rejected_avg_rating"),
 )
 ANY_SCORE = frozenset(chain.from_iterable(PAIR_SCORE_KEYS))
 # Columns of csv files that are parsed as numbers.
@@ -80,7 +80,7 @@ class Chunk:
 
     file: str
     numbers: tuple[int, ...]
-    records: Any  # a tuple, or a table as an Arrow stream in bytes
+    records: Any  # a tuple, or a table as an Arrow stream in bytes; records beyond the numbers are not read
     kind: Literal["lines", "values", "table"]
     done: float  # fraction of the file read so far
     has_bom: bool = False  # the file starts with a byte-order mark, and this is its first chunk
@@ -149,11 +149,11 @@ def rows_of(chunk: Chunk) -> Iterator[SourceRow | RowError]:
     """Yield each record of a chunk as a SourceRow, or as a RowError if it cannot be parsed."""
     values = chunk.records
     if chunk.kind == "lines":
-        yield from (_parse(line, chunk.file, n) for n, line in zip(chunk.numbers, values, strict=True))
+        yield from (_parse(line, chunk.file, n) for n, line in zip(chunk.numbers, values, strict=False))
         return
     if isinstance(values, bytes):
         values = stream_values(values)
-    for number, value in zip(chunk.numbers, values, strict=True):
+    for number, value in zip(chunk.numbers, values, strict=False):
         yield value if isinstance(value, RowError) else _as_row(value, chunk.file, number)
 
 

@@ -38,7 +38,7 @@ def notes_on(preference: Preference, rendered: Rendered, template: Template, pai
         yield from _template_notes(preference, rendered, text)
     if isinstance(preference.prompt, str):
         yield from _misread_notes(preference.prompt, preference)
-    if template.source is not None:
+    if not rendered.adds_bos:  # raw text may have any markup
         yield from _markup_notes(preference.prompt, template)
     if _is_missing(preference):
         yield MISSING

@@ -94,8 +94,7 @@ def open_store(
 ) -> TokenStore:
     """Open a tokenised set: a prepared folder, a store in the cache, or a data file that is tokenised now.
 
-    `progress`: called with the fraction of the work that is done. `processes`: worker processes to reuse. `check_shares`:
-    whether to raise an error if too many rows are bad or filtered.
+    `progress`: called with the fraction done. `processes`: to reuse. `check_shares`: refuse too many bad or filtered rows.
     """
     with nullcontext(processes) if processes else Processes(template) as processes:
         request = _Request(
@@ -141,7 +140,7 @@ def _find_or_make(request: _Request) -> TokenStore:
         )
     made_of = {
         "sources": [[file.name, str(file.path.resolve()), content_of(file.path)] for file in files],
-        "settings": [keys.dataset_name, keys.prompt_key, keys.chosen_key, keys.rejected_key, *keys.paths_and_labels],
+        "settings": keys.settings_of_tokens,
         "wording": [wording.prompt, wording.system],
         "limits": request.limits,
         "text": _text_fingerprints(processes),
@@ -192,7 +191,7 @@ def _make_recipe(request: _Request, files: list[SourceFile], wording: Wording) -
 
 def _tokenize_files(request: _Request, files: list[SourceFile], recipe: Recipe, folder: Path) -> dict[str, Any]:
     """Write the tokenised rows of the files to a folder, and return the counts and notes for its manifest."""
-    chunks = _chunks(files, request.progress, request.data.max_expansion)
+    chunks = _first_rows(_chunks(files, request.progress, request.data.max_expansion), request.keys.max_rows)
     rejects_bytes = max(REJECTS_BYTES, sum(file.path.stat().st_size for file in files))
     results = request.processes.tokenize(recipe, chunks, _num_workers(request.data, files))
     return write_store(results, folder, rejects_bytes, request.keys.number_columns)
@@ -215,6 +214,14 @@ def _chunks(files: list[SourceFile], progress: Callable[[float], None], max_expa
         for chunk in read_chunks(file.path, file.name, max_expansion=max_expansion):
             progress((sum(sizes[:number]) + chunk.done * sizes[number]) / sum(sizes))
             yield chunk
+
+
+def _first_rows(chunks: Iterator[Chunk], most: int | None) -> Iterator[Chunk]:
+    """Yield chunks up to `most` rows in all; None: all chunks."""
+    for chunk in chunks:
+        yield chunk if most is None else replace(chunk, numbers=chunk.numbers[:most])
+        if most is not None and (most := most - len(chunk.numbers)) <= 0:
+            return
 
 
 def _open_prepared(folder: Path, processes: Processes, limits: dict[str, Any]) -> TokenStore:
@@ -276,12 +283,12 @@ def _as_configured(what: str, value: Any) -> Any:
 
 @lru_cache(maxsize=1)  # takes 0.25 seconds, and a run may have several sets with the same template
 def _text_fingerprints(processes: Processes) -> dict[str, str]:
-    """Return a dict from name to fingerprint, for everything that determines how a text is rendered and tokenised."""
+    """Return a dict from name to fingerprint, for everything that determines the tokens of a text."""
     template = processes.template
     t = template.tokenizer
     facts = {
         "tokenizer": [state_of(t), t.eos_token, t.bos_token, *([t.pad_token] if template.pads_with_end else [])],
-        "chat template": template.source,
+        "chat template": [template.source, "as_is"] if template.plain_text_as_is else template.source,
         "policy.tokenizer.chat_template_kwargs": template.kwargs,
         "text by the chat template, which may read the date": processes.probe(),
     }
@@ -289,10 +296,7 @@ def _text_fingerprints(processes: Processes) -> dict[str, str]:
 
 
 def _truncation(data: Data) -> str | None:
-    """Return `data.overlong` if it truncates over-long preferences, else None.
-
-    With drop and with error, the stored tokens are the same, so None is returned for both.
-    """
+    """Return `data.overlong` if it truncates, else None: with drop and with error, the stored tokens are the same."""
     return data.overlong if data.overlong.startswith("truncate") else None
 
 

@@ -59,11 +59,15 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Template:
-    """A tokenizer and its chat template. `source`: the text of the chat template, or None if prompts are used as raw text."""
+    """A tokenizer and its chat template. `source`: the text of the chat template, or None if prompts are used as raw text.
+
+    `plain_text_as_is`: whether rows of plain text are raw text too, and only rows of messages are rendered, as in TRL.
+    """
 
     tokenizer: Any
     source: str | None
     kwargs: dict[str, Any]
+    plain_text_as_is: bool = False
     _special: re.Pattern[str] = field(init=False, repr=False)  # any special token
     _ends: re.Pattern[str] = field(init=False, repr=False)  # a special token that may end raw text
     _turn_ends: re.Pattern[str] = field(init=False, repr=False)  # a special token that may end a turn of a template
@@ -86,10 +90,7 @@ class Template:
         object.__setattr__(self, "_continuation_encoder", begins if other is backend else WordEncoder(other))
 
     def encode(self, texts: list[str], *, begins: bool, parse_special: bool = True) -> list[IntArray]:
-        """Return the token ids of each text, without BOS or EOS.
-
-        `begins`: whether the texts begin a sequence. If they continue one, no space is added before them.
-        """
+        """Return the token ids of each text, without BOS or EOS. `begins`: if False, no space is added before the texts."""
         encoder = self._start_encoder if begins else self._continuation_encoder
         if encoder is None:
             encoded = self.tokenizer(texts, add_special_tokens=False, split_special_tokens=not parse_special)
@@ -107,8 +108,14 @@ class Template:
         pad = self.tokenizer.pad_token
         return bool(pad) and pad != self.tokenizer.eos_token and pad in (self.source or "")
 
+    def is_raw(self, *texts: TextOrMessages, tools: tuple[Any, ...]) -> bool:
+        """Whether a prompt, or a prompt and its completions, are encoded as they are."""
+        is_plain = not tools and all(isinstance(text, str) for text in texts)
+        return self.source is None or (self.plain_text_as_is and is_plain)
+
     def render(self, preference: Preference) -> Rendered:
-        if self.source is None:
+        given = (completion.answer for completion in preference.completions)
+        if self.is_raw(preference.prompt, *given, tools=preference.tools):
             return self._render_raw(preference)
         before = self._context(preference.prompt, preference.tools, preference.place)
         answers = [self._shielded_turns(as_answer(completion.answer)) for completion in preference.completions]
@@ -122,12 +129,13 @@ class Template:
             self._check_calls(before, answer)
         return Rendered(prompt, completions, adds_bos=False)
 
-    def render_prompt(self, prompt: TextOrMessages, tools: tuple[Any, ...], place: str) -> str:
-        """The text of a prompt that a model is to answer, as `render` writes it before every completion."""
-        if self.source is None:
+    def render_prompt(self, prompt: TextOrMessages, tools: tuple[Any, ...], place: str) -> Rendered:
+        """A prompt that a model is to answer, as `render` writes it before every completion."""
+        if self.is_raw(prompt, tools=tools):
             self._refuse_messages(prompt, place)
-            return str(prompt)
-        return self._apply(self._context(prompt, tools, place), [[]], add_generation_prompt=True)[0]
+            return Rendered(str(prompt), (), adds_bos=True)
+        [text] = self._apply(self._context(prompt, tools, place), [[]], add_generation_prompt=True)
+        return Rendered(text, (), adds_bos=False)
 
     def _context(self, prompt: TextOrMessages, tools: tuple[Any, ...], place: str) -> "_Context":
         return _Context(self._shielded_turns(as_messages(prompt)), list(self._shielded_in(tools)), place)
@@ -163,17 +171,13 @@ class Template:
         return self._render_probe_conversation()[1]
 
     def example(self) -> Conversation | None:
-        """Return a short conversation that the template accepts.
-
-        Return None if there is no template, or if the template rejects every conversation that is tried.
-        """
+        """Return a short conversation that the template accepts; None without a template, or if it rejects every one tried."""
         return self._render_probe_conversation()[0]
 
     def _render_probe_conversation(self) -> tuple[Conversation | None, str]:
         """Return a conversation that the template accepts, and its rendered text.
 
-        The conversation is tried first without a system turn, then with one. If the template rejects the
-        conversation in both forms, or if there is no template, return (None, "").
+        It is tried without a system turn, then with one. If both are rejected, or there is no template, return (None, "").
         """
         for messages in (PROBE, [SYSTEM, *PROBE]) if self.source else ():
             try:
@@ -195,8 +199,14 @@ class Template:
                 "Set policy.tokenizer.chat_template=FILE.jinja.",
             )
         # Raw text counts as rendered: special tokens in it are parsed, and one at its end is the end of turn.
-        completions = tuple((Part(self._ended(str(answer), 0, self._ends)),) for answer in answers)
+        completions = tuple((Part(self._ended_raw(str(answer))),) for answer in answers)
         return Rendered(str(preference.prompt), completions, adds_bos=True)
+
+    def _ended_raw(self, text: str) -> str:
+        eos = self.tokenizer.eos_token
+        if self.plain_text_as_is:  # as in TRL, which adds EOS also after other special tokens
+            return text if text.endswith(eos) else text + eos
+        return self._ended(text, 0, self._ends)
 
     def _refuse_messages(self, prompt: TextOrMessages, place: str) -> None:
         """Refuse messages where there is no template."""
@@ -352,7 +362,7 @@ def make_template(tokenizer: Any, config: TokenizerConfig) -> Template:
             ".jinja."
         )
     _check_kwargs(source, config.chat_template_kwargs)
-    return Template(tokenizer, source, config.chat_template_kwargs)
+    return Template(tokenizer, source, config.chat_template_kwargs, config.plain_text == "as_is")
 
 
 def _check_kwargs(source: str | None, given: dict[str, Any]) -> None:

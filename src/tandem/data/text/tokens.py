@@ -135,15 +135,15 @@ def encode(
         yield _checked(preference, prompt, completions, rendered.completions, pairing)
 
 
-def encode_prompt(text: str, template: Template) -> IntArray:
+def encode_prompt(rendered: Rendered, template: Template) -> IntArray:
     """The ids of a prompt that `Template.render_prompt` wrote: those of the same prompt in a preference."""
-    [(prompt, _)] = _encode([Rendered(text, (), adds_bos=template.source is None)], template)
+    [(prompt, _)] = _encode([rendered], template)
     return prompt
 
 
 def _encode(rows: list[Rendered], template: Template) -> list[tuple[IntArray, list[list[IntArray]]]]:
     """Return the ids of each row's prompt, and of every part of its completions. No token spans two parts."""
-    bos = _bos(template.tokenizer) if template.source is None else []
+    bos = _bos(template.tokenizer) if any(row.adds_bos for row in rows) else []
     return [
         (np.concatenate([_ids(bos), prompt]) if row.adds_bos and prompt[: len(bos)].tolist() != bos else prompt, parts)
         for row, (prompt, parts) in zip(rows, _encode_rendered(rows, template), strict=True)

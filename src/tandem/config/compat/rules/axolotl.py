@@ -9,7 +9,7 @@ from tandem.config.sections.policy import ALL_LINEAR
 
 PREFERENCE = "dpo.preference_loss"
 AVERAGED = {"dpo.preference_average_log_probs": True}
-AVERAGED_NOTE = "averaged over tokens, as there"
+AVERAGED_NOTE = "averaged over tokens, as in Axolotl"
 # Losses of TRL's DPO trainer that are called otherwise here. `sft` is the SFT term.
 RENAMED = {"sigmoid": "dpo", "aot_pair": "aot_unpaired"}
 LOSSES = (
@@ -29,7 +29,7 @@ def loss(key: str, value: Any, given: Given) -> Outcome:
         case "ipo":
             return translated({PREFERENCE: "ipo", **AVERAGED}, AVERAGED_NOTE)
         case "orpo":
-            return translated({PREFERENCE: "orpo"}, "the SFT term counts completions, there prompts too")
+            return translated({PREFERENCE: "orpo"}, "the SFT term is over completions; in Axolotl, over prompts too")
         case "simpo":
             return translated({PREFERENCE: "simpo"})
     names = given.get("dpo_loss_type") or ["sigmoid"]
@@ -73,7 +73,7 @@ def sft_term(key: str, value: Any, given: Given) -> Outcome:
     """cpo_alpha, the weight of the SFT term of rl=simpo, which is 1 by default; and rpo_alpha of earlier releases."""
     if key == "rpo_alpha" or given.get("rl") == "simpo":
         weight = 1.0 if value is None else value
-        note = "averaged over the tokens of a pair, there over those of a batch"
+        note = "averaged over the tokens of a pair; in Axolotl, over those of a batch"
         return translated({"dpo.sft_loss_weight": weight, "dpo.sft_average_log_probs": True}, note if weight else None)
     return no_effect("Only rl=simpo reads it.")
 
@@ -127,6 +127,13 @@ def adapter_to_start_from(key: str, value: Any, given: Given) -> Outcome:
     )
 
 
+TEXT_SETTINGS: dict[str, dict[str, Any]] = {
+    "turn": {},
+    "raw": {"policy.tokenizer.chat_template": None},
+    "as_is": {"policy.tokenizer.plain_text": "as_is"},
+}
+
+
 def datasets(key: str, value: Any, given: Given) -> Outcome:
     if shared.has_own_training_set(given):
         return no_effect("data.train is given instead.")
@@ -134,10 +141,9 @@ def datasets(key: str, value: Any, given: Given) -> Outcome:
         sets = sets_of(value, key)
     except shared.SetError as error:
         return refused(str(error))
-    raw = {one.is_raw_text for one in sets}
-    if len(raw) > 1:
+    if len({one.text for one in sets}) > 1:
         return refused("Some sets are texts as they are, and some are put into a template. Train on one kind.")
-    settings: dict[str, Any] = {"policy.tokenizer.chat_template": None} if raw == {True} else {}
+    settings = TEXT_SETTINGS[sets[0].text]
     note = "; ".join(dict.fromkeys(one.note for one in sets if one.note)) or None
     if len(sets) > 1:
         return translated({"data.train": [dict(one.fields) for one in sets], **settings}, note)
@@ -207,7 +213,7 @@ def schedule(key: str, value: Any, given: Given) -> Outcome:
         max_steps=max(given.get("max_steps") or 0, 0),
     )
     if found.kind == "translated" and steps is None and ratio is None:
-        return translated(found.settings, "its warm-up is at most 100 steps there")
+        return translated(found.settings, "Axolotl limits the warm-up to 100 steps")
     return found
 
 

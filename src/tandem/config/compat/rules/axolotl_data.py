@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tandem.config.compat.rules.hugging_face import HUB_NAME, PreferenceSet, SetError
+from tandem.config.compat.rules.hugging_face import HUB_NAME, PreferenceSet, SetError, rows_of_split
 
 BINARY = "BinaryPreferenceDataset"
 LOADERS = ("json", "csv", "parquet", "arrow")  # in place of a path, with data_files
@@ -59,7 +59,7 @@ def _sets_of(entry: dict[str, Any], where: str) -> list[PreferenceSet]:
     ignored = [name for name in WITHOUT_EFFECT if name in entry]
     notes = [layout.note, f"{', '.join(ignored)} of {where}: no effect" if ignored else None]
     note = "; ".join(one for one in notes if one) or None
-    return [PreferenceSet({**source, **layout.fields}, note, layout.is_raw_text) for source in _sources(entry, where)]
+    return [PreferenceSet({**source, **layout.fields}, note, layout.text) for source in _sources(entry, where)]
 
 
 def _sources(entry: dict[str, Any], where: str) -> list[dict[str, Any]]:
@@ -72,19 +72,21 @@ def _sources(entry: dict[str, Any], where: str) -> list[dict[str, Any]]:
     if any("://" in one for one in given):
         raise SetError(f"{where}: tandem reads files and hub sets. Download {path}, and set its path.")
     split = entry.get("split", "train")
-    if "[" in split or "+" in split:
-        raise SetError(f"{where}: tandem reads complete splits, not {split}. Set split to a name, such as train.")
+    rows = rows_of_split(split, where)
     if files:
         folder = "" if path in LOADERS else path
         if folder and HUB_NAME.fullmatch(folder) and not Path(folder).is_dir():
             raise SetError(f"{where}: tandem reads complete hub sets. Download data_files, and set path to the file.")
-        return [{"data_path": str(Path(folder) / file)} for file in files]
+        if "max_rows" in rows and len(files) > 1:
+            raise SetError(f"{where}: {split} of several files. Name one file, or leave out the number of rows.")
+        first = {"max_rows": rows["max_rows"]} if "max_rows" in rows else {}
+        return [{"data_path": str(Path(folder) / file), **first} for file in files]
     if path.endswith(FILES):
-        if split != "train":
+        if "split" in rows:
             raise SetError(f"{where}: the file {path} has no split {split}. Leave out split.")
-        return [{"data_path": path}]
+        return [{"data_path": path, **rows}]
     more = {name: entry[key] for name, key in (("subset", "name"), ("revision", "revision")) if key in entry}
-    return [{"data_path": path, **more, **({} if split == "train" else {"split": split})}]
+    return [{"data_path": path, **more, **rows}]
 
 
 def _layout(entry: dict[str, Any], where: str) -> PreferenceSet:
@@ -101,11 +103,15 @@ def _layout(entry: dict[str, Any], where: str) -> PreferenceSet:
     if template == "chat_template" and rows in ("argilla", "argilla_chat"):
         return PreferenceSet({"dataset_name": "implicit_prompt", **_keys(entry)})
     if template in TEMPLATES and rows in ROWS:
-        note = f"{kind}: in the tokenizer's own template, there in {TEMPLATES[template]}"
+        note = f"{kind}: in the tokenizer's own template; in Axolotl, in {TEMPLATES[template]}"
         return PreferenceSet(ROWS[rows], note)
     if kind in ("passthrough", "passthrough.default"):
-        note = "texts are put into the chat template; policy.tokenizer.chat_template=null trains them as they are"
-        return PreferenceSet({"dataset_name": BINARY}, note)
+        return PreferenceSet({"dataset_name": BINARY}, "only messages are put into the chat template", "as_is")
+    if kind == "zephyr.nectar":
+        raise SetError(
+            f"{where}: zephyr.nectar prefers the answers of the last rank, the worst ones. To prefer the best: datasets=null "
+            "data.train.data_path=PATH data.train.dataset_name=nectar."
+        )
     raise SetError(
         f"{where}: the type {kind} is not known here. Set data.train.data_path and, if needed, prompt_key, chosen_key and "
         "rejected_key."
@@ -149,5 +155,5 @@ def _raw_text(kind: dict[str, Any], where: str) -> PreferenceSet:
     prompt = kind.get("field_prompt") or "prompt"
     fields = {"dataset_name": BINARY, **({} if prompt == "prompt" else {"prompt_key": prompt})}
     return PreferenceSet(
-        {**fields, **_keys({name: value for name, value in kind.items() if value})}, "texts as they are", True
+        {**fields, **_keys({name: value for name, value in kind.items() if value})}, "texts as they are", "raw"
     )

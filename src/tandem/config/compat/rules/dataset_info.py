@@ -4,20 +4,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tandem.config.compat.rules.hugging_face import HUB_NAME, PreferenceSet, SetError
+from tandem.config.compat.rules.hugging_face import HUB_NAME, PreferenceSet, SetError, rows_of_split
 from tandem.config.sections.section import expand_home
 from tandem.errors import one_line
 from tandem.terminal.printable import listed
 
 MAX_BYTES = 4 * 1024 * 1024
-MAX_COUNTED_BYTES = 64 * 1024 * 1024  # of a data file whose rows are counted
 ELSEWHERE = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 MEDIA = ("images", "videos", "audios")
 # The keys and roles of turns. Each one that `tags` gives must be among those of a style.
 TAGS = ("role_tag", "content_tag", "user_tag", "assistant_tag", "system_tag", "observation_tag", "function_tag")
 SHAREGPT_TAGS = ({"from"}, {"value"}, {"human", "user"}, {"gpt", "assistant"}, {"system"})
 MESSAGE_TAGS = ({"role"}, {"content"}, {"user"}, {"assistant"}, {"system"})
-ONE_BREAK = "instruction and input are separated by an empty line, there by a line break"
+ONE_BREAK = "instruction and input are separated by an empty line; in LLaMA-Factory, by a line break"
 
 
 def named_sets(names: Any, folder: Any) -> dict[str, PreferenceSet]:
@@ -34,17 +33,6 @@ def named_sets(names: Any, folder: Any) -> dict[str, PreferenceSet]:
     file = Path(expand_home(str(folder))) / "dataset_info.json"
     known = _read(file)
     return {name: _set_of(name, known, file) for name in wanted}
-
-
-def more_rows_than(path: Path, most: int) -> bool:
-    """Whether a set has, or may have, more rows. Rows of .json and .jsonl files are counted; others are not known."""
-    try:
-        if path.suffix not in (".json", ".jsonl") or path.stat().st_size > MAX_COUNTED_BYTES:
-            return True
-        text = path.read_text(encoding="utf-8")
-        return len(json.loads(text)) > most if text.lstrip().startswith("[") else len(text.splitlines()) > most
-    except (OSError, ValueError, RecursionError):
-        return False  # the file is refused, with its own reason, when it is read
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -76,30 +64,33 @@ def _set_of(name: str, known: dict[str, Any], file: Path) -> PreferenceSet:
     given = [value for part in parts for value in part.values() if isinstance(value, str)]
     if any("${" in value for value in given):
         raise SetError(f"{where}: a value contains ${{, which tandem would replace. Remove it.")
-    for key in ("formatting", "split", "subset", "hf_hub_url", "file_name"):
+    for key in ("formatting", "split", "subset", "folder", "hf_hub_url", "file_name"):
         if not isinstance(entry.get(key, ""), str | None):
             raise SetError(f"{where}: {key} must be a text.")
     if not all(isinstance(value, str | None) for part in parts[1:] for value in part.values()):
         raise SetError(f"{where}: columns and tags must be texts.")
     if not entry.get("ranking"):
         raise SetError(f"{where}: ranking is not true, so it has no pairs. Name a set of pairs.")
-    for key in ("folder", "num_samples"):
-        if entry.get(key) is not None:
-            raise SetError(
-                f"{where}: tandem cannot read a part of a set ({key}). Set data.train.data_path to a file of it."
-            )
+    if entry.get("num_samples") is not None:
+        raise SetError(
+            f"{where}: tandem draws no random rows (num_samples). Set data.train.max_rows for the first rows."
+        )
     layout = _layout(entry, parts[1], parts[2], where)
     return PreferenceSet({**_source(entry, file, where), **layout.fields}, layout.note)
 
 
 def _source(entry: dict[str, Any], file: Path, where: str) -> dict[str, Any]:
     """Where the rows are: on the hub, or in a file next to dataset_info.json."""
-    split = entry.get("split") or "train"
+    if entry.get("folder") and (entry.get("subset") or not entry.get("hf_hub_url")):
+        raise SetError(
+            f"{where}: tandem reads folder of a hub dataset without subset. Set data.train.data_path to its files."
+        )
     if hub := entry.get("hf_hub_url"):
         if not HUB_NAME.fullmatch(hub):
             raise SetError(f"{where}: hf_hub_url must be ORG/NAME.")
-        subset = {"subset": entry["subset"]} if entry.get("subset") else {}
-        return {"data_path": hub, **subset, **({} if split == "train" else {"split": split})}
+        subset = entry.get("subset") or entry.get("folder")
+        rows = rows_of_split(entry.get("split") or "train", where)
+        return {"data_path": hub, **({"subset": subset} if subset else {}), **rows}
     if other := next((key for key in ELSEWHERE if entry.get(key)), None):
         raise SetError(f"{where}: tandem does not read {other}. Download the set, and set data.train.data_path.")
     if not entry.get("file_name"):

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from tandem.config.compat.records import Given, Outcome, no_effect, refused, translated
 
@@ -21,6 +21,7 @@ SCHEDULES = {
     "constant_with_warmup": "constant",
 }
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+FIRST_ROWS = re.compile(r"(\w+)\[:([1-9]\d{0,11})\]")  # train[:1000], of datasets
 TRACKERS = ("wandb", "tensorboard", "mlflow")
 
 
@@ -34,7 +35,21 @@ class PreferenceSet:
 
     fields: Mapping[str, Any]
     note: str | None = None
-    is_raw_text: bool = False  # texts are trained as they are, without a chat template
+    # What texts become: a turn of the chat template, raw text in every row, or raw text in rows of plain text.
+    text: Literal["turn", "raw", "as_is"] = "turn"
+
+
+def rows_of_split(split: str, where: str) -> dict[str, Any]:
+    """Return a split of datasets as fields of data.train. Raise SetError if it is another part than the first rows."""
+    name, first = split, {}
+    if found := FIRST_ROWS.fullmatch(split):
+        name, first = found[1], {"max_rows": int(found[2])}
+    if any(sign in name for sign in "[+"):
+        raise SetError(
+            f"{where}: tandem reads a split, or its first rows, such as train[:1000], not {split}. Write the rows to a file, and "
+            "name the file."
+        )
+    return {**({} if name == "train" else {"split": name}), **first}
 
 
 def has_own_training_set(given: Given) -> bool:
@@ -86,7 +101,7 @@ def length(epochs: Any, max_steps: Any) -> Outcome:
     """The length of the run. Steps, if given, count instead of epochs, and take as many epochs as they need."""
     if max_steps is not None and whole(max_steps) > 0:
         settings = {"dpo.max_num_steps": whole(max_steps), "dpo.max_num_epochs": ANY_NUMBER}
-        return translated(settings, "as many epochs as the steps need")
+        return translated(settings, "enough epochs for these steps")
     if epochs != int(epochs):
         return refused("tandem trains complete epochs. Set a whole number of them, or max_steps.")
     return translated({"dpo.max_num_epochs": whole(epochs)})

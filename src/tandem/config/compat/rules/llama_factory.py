@@ -1,11 +1,10 @@
 """Rules for LLaMA-Factory's configurations."""
 
-from pathlib import Path
 from typing import Any
 
 from tandem.config.compat.records import Given, Outcome, no_effect, refused, translated
 from tandem.config.compat.rules import hugging_face as shared
-from tandem.config.compat.rules.dataset_info import more_rows_than, named_sets
+from tandem.config.compat.rules.dataset_info import named_sets
 from tandem.config.compat.rules.hugging_face import SetError
 from tandem.config.sections.policy import ALL_LINEAR
 
@@ -33,7 +32,9 @@ def loss(key: str, value: Any, given: Given) -> Outcome:
         return refused(f"LLaMA-Factory has {', '.join(LOSSES)} and kto_pair.")
     settings: dict[str, Any] = {"dpo.preference_loss": LOSSES[value]}
     if value == "ipo":
-        return translated({**settings, "dpo.preference_average_log_probs": True}, "averaged over tokens, as there")
+        return translated(
+            {**settings, "dpo.preference_average_log_probs": True}, "averaged over tokens, as in LLaMA-Factory"
+        )
     return translated(settings)
 
 
@@ -53,14 +54,14 @@ def sft_term(key: str, value: Any, given: Given) -> Outcome:
     if not value:
         return translated({"dpo.sft_loss_weight": value})
     return translated(
-        {"dpo.sft_loss_weight": value, "dpo.sft_average_log_probs": True}, "averaged over tokens, as there"
+        {"dpo.sft_loss_weight": value, "dpo.sft_average_log_probs": True}, "averaged over tokens, as in LLaMA-Factory"
     )
 
 
 def smoothing(key: str, value: Any, given: Given) -> Outcome:
     if not value or _loss_of(given) == "sigmoid":
         return translated({"dpo.label_smoothing": value}) if value else no_effect("It is 0.")
-    return refused("Only pref_loss=sigmoid has it, there and here. Leave it out.")
+    return refused("Only pref_loss=sigmoid has it, in LLaMA-Factory too. Leave it out.")
 
 
 def simpo_gamma(key: str, value: Any, given: Given) -> Outcome:
@@ -102,7 +103,9 @@ def adapter(key: str, value: Any, given: Given) -> Outcome:
     if given.get("ref_model") or given.get("reference.model") or _loss_of(given) in ("orpo", "simpo"):
         return translated(settings)
     base = given.get("model_name_or_path")
-    return translated({**settings, "reference.model": base}, "the reference is the model without the adapter, as there")
+    return translated(
+        {**settings, "reference.model": base}, "the reference is the model without the adapter, as in LLaMA-Factory"
+    )
 
 
 def reference(key: str, value: Any, given: Given) -> Outcome:
@@ -157,18 +160,10 @@ def eval_dataset(key: str, value: Any, given: Given) -> Outcome:
 
 
 def max_samples(key: str, value: Any, given: Given) -> Outcome:
-    """The rows to read of each set. Without effect if no set has more."""
+    """The rows to read of each set, from its beginning."""
     if shared.has_own_training_set(given):
         return no_effect(GIVEN_INSTEAD)
-    try:
-        sets = named_sets(given.get("dataset"), given.get("dataset_dir") or "data")
-    except SetError:
-        return no_effect("dataset cannot be read.")  # which is refused for its own reason
-    paths = [str(one.fields["data_path"]) for one in sets.values()]
-    long = next((path for path in paths if more_rows_than(Path(path), shared.whole(value))), None)
-    if long is None:
-        return no_effect("No set has more rows.")
-    return refused(f"tandem reads every row of {long}. Set max_samples=null, or cut the file (head -n {value}).")
+    return translated({"data.default.max_rows": shared.whole(value)}, "the first rows of each set")
 
 
 def batch(key: str, value: Any, given: Given) -> Outcome:

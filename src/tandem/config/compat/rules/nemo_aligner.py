@@ -191,7 +191,9 @@ def splits(key: str, value: Any, given: Given) -> Outcome:
 def length_limit(key: str, value: Any, given: Given) -> Outcome:
     """The longest sequence. `model.data.seq_length` counts if both are given; the checkpoint's length if none is."""
     if value is None:
-        return no_effect("It is in the checkpoint there. policy.max_total_sequence_length is the limit here.")
+        return no_effect(
+            "NeMo Aligner reads it from the checkpoint. Here, policy.max_total_sequence_length is the limit."
+        )
     if key != "model.data.seq_length" and given.get("model.data.seq_length") is not None:
         return no_effect("model.data.seq_length is the limit.")
     return translated({"policy.max_total_sequence_length": value})
@@ -230,7 +232,7 @@ def schedule(key: str, value: Any, given: Given) -> Outcome:
     starts_at_zero = found.get("constant_steps") or not found.get("warmup_steps")
     return translated(
         {"policy.scheduler": {"name": "cosine", **steps, **lowest}},
-        None if starts_at_zero else "the warm-up starts at 0 here, and one step later there",
+        None if starts_at_zero else "the warm-up starts at 0; in NeMo Aligner, one step above 0",
     )
 
 

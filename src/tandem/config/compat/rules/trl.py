@@ -34,7 +34,7 @@ def global_batch(key: str, value: Any, given: Given) -> Outcome:
 def max_steps(key: str, value: Any, given: Given) -> Outcome:
     """A number of steps, which counts more than the number of epochs; 0 or less: no limit."""
     if value > 0:
-        return translated({"dpo.max_num_steps": value, "dpo.max_num_epochs": value}, "as many epochs as that needs")
+        return translated({"dpo.max_num_steps": value, "dpo.max_num_epochs": value}, "enough epochs for these steps")
     return translated({"dpo.max_num_steps": None}, "no limit: all steps of the epochs")
 
 

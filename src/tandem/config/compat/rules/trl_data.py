@@ -5,13 +5,14 @@ from math import sqrt
 from typing import Any
 
 from tandem.config.compat.records import Given, Outcome, no_effect, refused, translated
+from tandem.config.compat.rules.hugging_face import SetError, rows_of_split
 from tandem.config.sections.policy import ALL_LINEAR
 
 FILE_LOADERS = ("json", "csv", "parquet", "arrow")  # names that datasets has for kinds of files
 PEFT_LAYERS = ["q_proj", "v_proj"]
 PEFT_LAYERS_NOTE = "peft's own choice for most models; set target_modules for others"
 SCRIPT_LORA = {"r": 8, "lora_alpha": 8}  # defaults of LoraConfig
-READ_FIELDS = ("path", "name", "data_files", "split", "revision")
+READ_FIELDS = ("path", "name", "data_dir", "data_files", "split", "revision")
 FREE_FIELDS = ("columns", "streaming", "num_proc", "cache_dir", "token", "trust_remote_code")
 
 
@@ -39,7 +40,7 @@ def data_type(key: str, value: Any, given: Given) -> Outcome:
         case "float32":
             return translated({"policy.weights": "float32"})
         case "bfloat16":
-            note = "as there, small updates are lost; bfloat16_stochastic keeps them, and float32 is exact"
+            note = "small updates are lost, as in TRL; bfloat16_stochastic keeps them, and float32 is exact"
             return translated({"policy.weights": "bfloat16_nearest"}, note)
         case "auto" | "None":
             note = (
@@ -163,19 +164,24 @@ def fields_of(entry: Mapping[str, Any]) -> dict[str, Any] | str:
     entry = {name: one for name, one in entry.items() if one is not None and name not in FREE_FIELDS}
     path, files, split = entry.get("path"), entry.get("data_files"), entry.get("split")
     if unknown := [name for name in entry if name not in READ_FIELDS]:
-        what = {"fraction": " data.train takes a weight for each set.", "data_dir": " Give the folder as path."}
-        return f"tandem cannot translate {unknown[0]} of a dataset.{what.get(unknown[0], '')} Remove it."
-    if split is not None and any(sign in split for sign in "[+"):
-        return f"tandem reads a split as a whole, not {split}. Write the rows to a file, and name the file."
+        what = " data.train takes a weight for each set." if unknown[0] == "fraction" else ""
+        return f"tandem cannot translate {unknown[0]} of a dataset.{what} Remove it."
+    if "data_dir" in entry and ("name" in entry or files is not None or path in FILE_LOADERS):
+        return "tandem reads data_dir of a hub dataset, without name and data_files. Give the folder as path."
+    try:
+        rows = {} if split is None else {"split": "train", **rows_of_split(split, "split")}
+    except SetError as error:
+        return str(error)
     if path in FILE_LOADERS:
-        files = files.get(split or "train") if isinstance(files, Mapping) else files
+        files = files.get(rows.get("split", "train")) if isinstance(files, Mapping) else files
         files = files[0] if isinstance(files, list) and len(files) == 1 else files
         if not isinstance(files, str):
             return "tandem reads one path per set. Write data_files as a pattern, such as FOLDER/*.jsonl."
-        return {"data_path": files}
+        return {"data_path": files, **({"max_rows": rows["max_rows"]} if "max_rows" in rows else {})}
     if files is not None or path is None:
         return "tandem reads the files of a split, not data_files. Name the file itself with path: json and data_files."
-    found = {"data_path": path, "subset": entry.get("name"), "split": split, "revision": entry.get("revision")}
+    subset = entry.get("name", entry.get("data_dir"))
+    found = {"data_path": path, "subset": subset, "revision": entry.get("revision"), **rows}
     return {name: one for name, one in found.items() if one is not None}
 
 
@@ -199,14 +205,7 @@ def held_out(key: str, value: Any, given: Given) -> Outcome:
     return refused("tandem holds out a share of the pairs. Set a number between 0 and 1.")
 
 
-def plain_text(key: str, value: Any, given: Given) -> Outcome:
-    return translated(
-        {"policy.tokenizer.chat_template": "default"},
-        "TRL uses it for messages only: for rows of plain text, set policy.tokenizer.chat_template=null",
-    )
-
-
 RULES = (
     *(data_type, reference_model, tokenizer, use_peft, peft_config, lora_alpha, rank_stabilised, layers),
-    *(dataset, mixture, script_dataset, held_out, plain_text),
+    *(dataset, mixture, script_dataset, held_out),
 )
