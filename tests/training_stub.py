@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # a sweep starts its processes w
 
 from run_directories import make_run
 
-from tandem.sweeping.child import stop_with_parent
+from tandem.launch.child import stop_with_parent
 
 STEPS = 4
 

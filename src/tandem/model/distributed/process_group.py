@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tandem.errors import AlreadyReportedError, ConfigError, MachineError, TandemError
+from tandem.isolation import GPU_INDEX, STORE_FD
 
 T = TypeVar("T")
 
@@ -210,17 +211,18 @@ def compute_deterministically() -> None:
 
 
 def join_process_group() -> Ranks:
-    """Join the process group of the ranks that torchrun started. Without torchrun, create a group of this process alone."""
+    """Join the process group of the ranks that a launcher started. Without a launcher, create a group of this process alone."""
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        if local >= torch.cuda.device_count():
+        index = int(os.environ.get(GPU_INDEX, local))
+        if index >= torch.cuda.device_count():
             raise ConfigError(
                 f"local rank {local} has no GPU: this machine has {torch.cuda.device_count()}. Start at most one rank per GPU "
                 "(torchrun --nproc-per-node)."
             )
-        torch.cuda.set_device(local)
-        device = torch.device("cuda", local)
+        torch.cuda.set_device(index)
+        device = torch.device("cuda", index)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         stay_on_loopback()
@@ -273,6 +275,8 @@ def loopback_store() -> dist.Store | None:
 
 
 def _listen(address: str, port: int) -> socket.socket:
+    if (given := os.environ.get(STORE_FD)) is not None:  # bound by the process that started this rank
+        return socket.socket(fileno=int(given))
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
