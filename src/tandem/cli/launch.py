@@ -104,7 +104,9 @@ def _write(place: Path, script: str) -> None:
 def _submit(place: Path) -> None:
     program = shutil.which("sbatch")
     if program is None:
-        raise MachineError(f"sbatch is not on the PATH, so {place} was not submitted. Submit it where Slurm is installed.")
+        raise MachineError(
+            f"sbatch is not on the PATH, so {place} was not submitted. Submit it where Slurm is installed."
+        )
     done = subprocess.run([program, "--", str(place)], capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         raise TandemError(f"sbatch refused {place}: {one_line(Exception(done.stderr))}. Correct the options.")

@@ -95,8 +95,23 @@ def train(
     if launcher == "local" and (num_ranks := num_local_ranks(loaded)) > 1:
         train_on_ranks(context.meta[ARGUMENTS], num_ranks)
         return
+    if launcher == "ray":
+        from tandem.launch.ray_train import train_with_ray
+
+        train_with_ray(_restartable(context.meta[ARGUMENTS], loaded, fresh=fresh), loaded.config.cluster)
+        return
     verbosity: Verbosity = "quiet" if silent else "verbose" if verbose else "normal"
     _train_and_leave_group(loaded, verbosity, as_json=as_json, fresh=fresh, per_pair=per_pair_file)
+
+
+def _restartable(arguments: list[str], loaded: "LoadedConfig", *, fresh: bool) -> list[str]:
+    """Return arguments that resume the run when they are used again: --fresh would start another one."""
+    if not fresh:
+        return arguments
+    from tandem.training.run.directory import choose_run_dir
+
+    run = choose_run_dir(loaded, fresh=True)
+    return [*(one for one in arguments if one != "--fresh"), override("run.dir", str(run))]
 
 
 @contextmanager

@@ -89,6 +89,25 @@ def _check_counts(cluster: Cluster, by: str) -> None:
         )
 
 
+def check_python_call(cluster: Cluster) -> None:
+    """Raise ConfigError if a call from Python would need ranks that nothing has started. Such a call is one rank."""
+    by = started_by()
+    _check_launcher(cluster, by)
+    if by is not None:
+        _check_counts(cluster, by)
+        return
+    for key, value, is_wanted in (
+        (GPUS_KEY, cluster.gpus_per_node, cluster.gpus_per_node not in ("all", 1)),
+        ("cluster.num_nodes", cluster.num_nodes, cluster.num_nodes > 1),
+        ("cluster.launcher", cluster.launcher, cluster.launcher == "ray"),
+    ):
+        if is_wanted:
+            raise ConfigError(
+                f"{key} = {value}, but a call from Python is one process. Start the script with torchrun or srun, use the "
+                "command tandem train, or leave out the key."
+            )
+
+
 def num_local_ranks(loaded: LoadedConfig) -> int:
     """Return the number of ranks to start on this machine: one per GPU, or as many as asked for on its CPU.
 

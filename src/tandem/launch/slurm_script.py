@@ -17,6 +17,7 @@ MAX_RESTARTS = 100
 SHORTEST_SECONDS = 300
 # Of the time limit: how long before its end the ranks get a signal. They stop by their own clock twice as long before the end.
 LEAD_SHARE, SHORTEST_LEAD, LONGEST_LEAD = 20, 60, 600
+LITERAL = "# Dollar signs in arguments are not expanded.\n# shellcheck disable=SC2016\n"
 # After the first rank has ended, srun waits so long for the others before it ends them.
 WAIT_SECONDS = 120
 # A value that sbatch reads as it is written. Others are put in quotes.
@@ -62,6 +63,7 @@ def batch_script(loaded: LoadedConfig, arguments: Sequence[str], options: SlurmO
         folder=shlex.quote(str(folder)),
         wait=WAIT_SECONDS,
         command=command,
+        literal=LITERAL if re.search(r"[$`]", f"{command}{folder}") else "",
         max_restarts=MAX_RESTARTS,
     )
 
@@ -70,7 +72,7 @@ _BODY = """\
 #!/bin/bash
 {mark} Submit it with sbatch, from any directory.
 {directives}
-set -euo pipefail
+{literal}set -euo pipefail
 
 cd -- {folder}
 logs="slurm-$SLURM_JOB_ID"
@@ -155,7 +157,9 @@ def time_limit(text: str) -> int:
     """Return the seconds of a time limit as sbatch reads it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
     found = DURATION.fullmatch(text)
     if found is None:
-        raise ConfigError(f"--time {text!r}: not a time limit. Write minutes, HH:MM:SS or D-HH:MM:SS, such as 04:00:00.")
+        raise ConfigError(
+            f"--time {text!r}: not a time limit. Write minutes, HH:MM:SS or D-HH:MM:SS, such as 04:00:00."
+        )
     days, *parts = found.groups()
     numbers = [int(part) for part in parts if part is not None]
     if days is not None:

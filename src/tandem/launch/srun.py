@@ -33,8 +33,8 @@ def adopt_srun_variables(environment: MutableMapping[str, str] = os.environ) -> 
     node = _number("SLURM_NODEID", environment) if len(sizes) > 1 else 0
     if node >= len(sizes) or sum(sizes) != num_tasks:
         raise ConfigError(
-            f"Slurm's variables disagree: {num_tasks} tasks, on nodes with {', '.join(map(str, sizes))}, and this is node {node}. "
-            "Start tandem train with srun, in its own step."
+            f"Slurm's variables disagree: {num_tasks} tasks, on nodes with {', '.join(map(str, sizes))}, and this is node "
+            f"{node}. Start tandem train with srun, in its own step."
         )
     local = _number("SLURM_LOCALID", environment)
     environment |= {
