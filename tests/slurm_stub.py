@@ -1,6 +1,7 @@
 """Stand-ins for Slurm's sbatch, srun and scontrol, which run a job on this machine with the variables that Slurm sets.
 
-`install(folder)` writes them as programs. sbatch runs the job before it returns, and again if the job asks to be requeued. srun writes the arguments and the exit code of every task to srun.jsonl. If SIGNAL_WHEN names a path, it sends the signal of
+`install(folder)` writes them as programs. sbatch runs the job before it returns, and again if the job asks to be requeued.
+srun writes the arguments and the exit code of every task to srun.jsonl. If SIGNAL_WHEN names a path, it sends the signal of
 #SBATCH --signal to all tasks as soon as the path exists, once.
 """
 

@@ -27,6 +27,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(143))
     stop_with_parent()
     note = {"run": run.name, "pid": os.getpid(), "time": time.time(), "gpu": os.environ.get("CUDA_VISIBLE_DEVICES")}
+    note["launcher"] = os.environ.get("TANDEM_LAUNCHER")
     with Path(os.environ["STUB_NOTES"]).open("a") as notes:
         notes.write(json.dumps(note) + "\n")
     for step in range(1, STEPS + 1):

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -124,6 +125,25 @@ def num_local_ranks(loaded: LoadedConfig) -> int:
             f"cluster.gpus_per_node={found} or all."
         )
     return wanted
+
+
+def num_ray_ranks(cluster: Cluster, nodes: Sequence[Mapping[str, float]]) -> tuple[int, bool]:
+    """Return the number of ranks, and whether they use GPUs. `nodes`: the resources of each node of the Ray cluster.
+
+    Raise MachineError if the cluster does not have them.
+    """
+    on_gpus = any(node.get("GPU", 0) >= 1 for node in nodes)
+    kind = "GPU" if on_gpus else "CPU"
+    sizes = sorted((int(node.get(kind, 0)) for node in nodes), reverse=True)
+    smallest = sizes[cluster.num_nodes - 1] if len(sizes) >= cluster.num_nodes else 0
+    wanted = (smallest if on_gpus else 1) if cluster.gpus_per_node == "all" else cluster.gpus_per_node
+    if smallest < max(1, wanted):
+        found = ", ".join(map(str, sizes))
+        raise MachineError(
+            f"cluster.num_nodes = {cluster.num_nodes}, cluster.gpus_per_node = {cluster.gpus_per_node}: the Ray cluster has "
+            f"{len(sizes)} node{'' if len(sizes) == 1 else 's'} with {found} {kind}s. Add nodes, or lower the numbers."
+        )
+    return wanted * cluster.num_nodes, on_gpus
 
 
 def _num_gpus() -> int:

@@ -12,21 +12,22 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import ray
-import ray.train
-import ray.util
-from ray.train.backend import Backend
-from ray.train.torch import TorchConfig, TorchTrainer
+import ray  # pyright: ignore[reportMissingImports]
+import ray.train  # pyright: ignore[reportMissingImports]
+import ray.util  # pyright: ignore[reportMissingImports]
+from ray.train.backend import Backend  # pyright: ignore[reportMissingImports]
+from ray.train.torch import TorchConfig, TorchTrainer  # pyright: ignore[reportMissingImports]
 
 from tandem.config.sections.cluster import Cluster
 from tandem.errors import LOST_RANK_EXIT_CODE, MachineError, StoppedError, TandemError
 from tandem.isolation import GPU_INDEX, LAUNCHER, NO_TELEMETRY, SAFE_PATH
+from tandem.launch.choose import num_ray_ranks
 from tandem.launch.local import COMMAND, FAILURE_SECONDS, POLL_SECONDS, RESUME, raise_outcome
 from tandem.training.run.stopping import SIGNALS
 
@@ -132,7 +133,7 @@ def train_with_ray(arguments: Sequence[str], cluster: Cluster) -> None:
     _connect()
     folder = tempfile.mkdtemp(prefix="tandem-ray-")  # Ray Train insists on a folder; it writes nothing that a run needs
     try:
-        num_workers, on_gpus = count_workers(cluster, [one["Resources"] for one in ray.nodes() if one["Alive"]])
+        num_workers, on_gpus = num_ray_ranks(cluster, [one["Resources"] for one in ray.nodes() if one["Alive"]])
         environment = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
         relay = ray.remote(num_cpus=0)(_Relay).remote(environment)
         resources = {"CPU": 1.0, "GPU": 1.0} if on_gpus else {"CPU": 1.0}
@@ -165,25 +166,6 @@ def _connect() -> None:
                 f"RAY_ADDRESS = {os.environ['RAY_ADDRESS']}: no Ray cluster answers there. Start it, or unset the variable."
             ) from None
         ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
-
-
-def count_workers(cluster: Cluster, nodes: Sequence[Mapping[str, float]]) -> tuple[int, bool]:
-    """Return the number of ranks, and whether they use GPUs. `nodes`: the resources of each node of the Ray cluster.
-
-    Raise MachineError if the cluster does not have them.
-    """
-    on_gpus = any(node.get("GPU", 0) >= 1 for node in nodes)
-    kind = "GPU" if on_gpus else "CPU"
-    sizes = sorted((int(node.get(kind, 0)) for node in nodes), reverse=True)
-    smallest = sizes[cluster.num_nodes - 1] if len(sizes) >= cluster.num_nodes else 0
-    wanted = (smallest if on_gpus else 1) if cluster.gpus_per_node == "all" else cluster.gpus_per_node
-    if smallest < max(1, wanted):
-        found = ", ".join(map(str, sizes))
-        raise MachineError(
-            f"cluster.num_nodes = {cluster.num_nodes}, cluster.gpus_per_node = {cluster.gpus_per_node}: the Ray cluster has "
-            f"{len(sizes)} node{'' if len(sizes) == 1 else 's'} with {found} {kind}s. Add nodes, or lower the numbers."
-        )
-    return wanted * cluster.num_nodes, on_gpus
 
 
 class _Driver:

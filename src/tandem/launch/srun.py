@@ -37,7 +37,7 @@ def adopt_srun_variables(environment: MutableMapping[str, str] = os.environ) -> 
             f"{node}. Start tandem train with srun, in its own step."
         )
     local = _number("SLURM_LOCALID", environment)
-    environment |= {
+    ranks = {
         "RANK": str(_number("SLURM_PROCID", environment)),
         "LOCAL_RANK": str(local),
         "WORLD_SIZE": str(num_tasks),
@@ -45,6 +45,7 @@ def adopt_srun_variables(environment: MutableMapping[str, str] = os.environ) -> 
         "GROUP_RANK": str(node),
         LAUNCHER: "slurm",
     }
+    environment.update(ranks)
     environment.setdefault("MASTER_ADDR", _master_address(environment, num_nodes=len(sizes)))
     environment.setdefault("MASTER_PORT", str(_master_port(environment)))
     if (index := _gpu_index(environment, num_local=sizes[node])) is not None:

@@ -9,7 +9,7 @@ from tandem.config.load import load_config
 from tandem.errors import ConfigError, MachineError
 from tandem.isolation import LAUNCHER
 from tandem.launch import choose
-from tandem.launch.choose import check_python_call, choose_launcher, num_local_ranks
+from tandem.launch.choose import check_python_call, choose_launcher, num_local_ranks, num_ray_ranks
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_ID", "SLURM_PROCID", LAUNCHER)
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
@@ -215,3 +215,39 @@ def test_a_machine_without_gpus_is_detected_without_torch(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch")
     assert choose._num_gpus() == 0
     assert "torch" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "expected"),
+    [
+        (["cluster.gpus_per_node=2"], [{"CPU": 4.0}], (2, False)),
+        ([], [{"CPU": 4.0}], (1, False)),
+        ([], [{"CPU": 4.0}, {"CPU": 64.0, "GPU": 8.0}], (8, True)),
+        (
+            ["cluster.num_nodes=2"],
+            [{"GPU": 8.0}, {"GPU": 4.0}, {"GPU": 2.0}],
+            (8, True),
+        ),  # 4 on each of the two largest
+        (["cluster.num_nodes=2", "cluster.gpus_per_node=3"], [{"GPU": 8.0}, {"GPU": 4.0}], (6, True)),
+    ],
+)
+def test_the_ranks_of_a_ray_cluster(overrides, nodes, expected):
+    assert num_ray_ranks(load_config(None, overrides).config.cluster, nodes) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "found"),
+    [
+        (["cluster.num_nodes=2", "cluster.gpus_per_node=8"], [{"GPU": 8.0}], "1 node with 8 GPUs"),
+        (["cluster.num_nodes=1", "cluster.gpus_per_node=8"], [{"GPU": 4.0}, {"GPU": 4.0}], "2 nodes with 4, 4 GPUs"),
+        (["cluster.num_nodes=1", "cluster.gpus_per_node=3"], [{"CPU": 2.0}], "1 node with 2 CPUs"),
+    ],
+)
+def test_a_ray_cluster_that_is_too_small_is_refused(overrides, nodes, found):
+    cluster = load_config(None, overrides).config.cluster
+    with pytest.raises(MachineError) as refused:
+        num_ray_ranks(cluster, nodes)
+    assert str(refused.value) == (
+        f"cluster.num_nodes = {cluster.num_nodes}, cluster.gpus_per_node = {cluster.gpus_per_node}: the Ray cluster has {found}. "
+        "Add nodes, or lower the numbers."
+    )
