@@ -120,7 +120,8 @@ def stop(received, _):
     if STOPS: sys.exit(128 + received)
 for one in (signal.SIGINT, signal.SIGTERM): signal.signal(one, stop)
 open(f"ready-{number}", "w").close()
-while True:
+until = time.monotonic() + 60
+while time.monotonic() < until:
     time.sleep(0.05)
 """
 
