@@ -246,7 +246,7 @@ def prepared(o: argparse.Namespace) -> Bench:
     )
     if o.checkpointing != "none":
         recompute(policy, o.checkpointing)
-    shard(policy, ranks, bfloat16=ranks.device.type == "cuda")
+    shard(policy, ranks, bfloat16=ranks.device.type == "cuda", even_alone=o.sharded)
     if ranks.device.type == "cuda" and not o.no_compile:
         compile_layers(policy)
     trained = (parameter for _, parameter in policy.trained())
@@ -315,6 +315,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--lora", type=int, default=0, help="adapters of this rank on all linear layers")
     parser.add_argument("--checkpointing", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--sharded", action="store_true", help="shard the weights with FSDP, even on one rank")
     parser.add_argument("--deterministic", action="store_true", help="as run.deterministic=true")
     parser.add_argument("--reference", action="store_true", help="time the reference pass too")
     parser.add_argument("--profile", action="store_true", help="show where the time of two more steps goes")

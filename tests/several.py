@@ -8,6 +8,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+import torch
 from bfloat16_products import with_bfloat16_products
 
 from tandem.config.load import load_config
@@ -22,6 +23,8 @@ def environments(count: int) -> list[dict[str, str]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {**os.environ, "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if count > torch.cuda.device_count() > 0:
+        shared["TANDEM_SHARE_GPU"] = "1"
     return [{**shared, "RANK": str(number), "LOCAL_RANK": str(number)} for number in range(count)]
 
 
@@ -43,6 +46,7 @@ def run_together(count: int, runs: list[list[str]], folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
+    torch.backends.cuda.matmul.allow_tf32 = False
     for overrides in json.loads(sys.argv[1]):
         with with_bfloat16_products() if "policy.precision=bfloat16" in overrides else nullcontext():
             train(load_config(None, overrides), Reporter())

@@ -87,7 +87,7 @@ def test_stochastically_rounded_weights_are_right_on_average():
     published = (torch.rand(1000, 300) + 1).half()
     with torch.no_grad():
         linear.weight.copy_(published)
-    fully_shard(linear, mesh=ranks.shard_mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(linear, mesh=ranks.weights_mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     cast_stochastically(linear.weight, salt_of("weight"))
     change = 2**-12  # a thirty-second of a step
     computed = []

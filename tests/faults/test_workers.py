@@ -1,6 +1,7 @@
 """What befalls one of several workers: all end together, one says why, and nothing saved is lost."""
 
 import signal
+import socket
 import sys
 import time
 
@@ -59,11 +60,33 @@ def test_a_signal_to_one_rank_stops_all_after_saving_and_a_lost_rank_ends_the_ot
     ranks[1].kill()
     first, second = ends(ranks)
     assert second[1] == -signal.SIGKILL
-    assert first == (
-        "tandem: error: another rank ended, so this one cannot continue. Checkpoints saved before are intact; run the same "
-        "command to resume from the newest.\n",
-        1,
+    assert first == (lost(f"{named(1, ranks)} ended"), 1)
+
+
+def named(number, ranks):
+    return f"rank {number} (process {ranks[number].pid} on {socket.gethostname()})"
+
+
+def lost(what):
+    return (
+        f"tandem: error: {what}, so this one cannot continue. Checkpoints saved before are intact; run the same command to "
+        "resume from the newest.\n"
     )
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_after_the_timeout_and_a_lost_rendezvous_ends_the_others(tmp_path):
+    waiting = [*TANDEM, *LONG, "policy.parallel.timeout_seconds=10"]
+    ranks = start(2, waiting, tmp_path)
+    wait_for(tmp_path / "run/checkpoints/step_2", ranks)
+    ranks[1].send_signal(signal.SIGSTOP)
+    assert ends(ranks[:1]) == [(lost(f"{named(1, ranks)} no longer answers"), 1)]
+    ranks[1].kill()
+
+    ranks = start(2, waiting, tmp_path)
+    wait_for(tmp_path / "run/checkpoints/step_4", ranks)
+    ranks[0].kill()
+    assert ends(ranks[1:]) == [(lost("rank 0, or the launcher that ranks find each other through, ended"), 1)]
 
 
 # What differs between ranks is made to: the rest is the command itself.

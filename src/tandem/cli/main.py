@@ -33,12 +33,16 @@ from tandem.errors import (
     full_disk,
 )
 from tandem.isolation import LAUNCHER, isolated
+from tandem.launch.srun import is_in_step
 from tandem.terminal.streams import print_error, print_traceback, watched_streams
 
 
 def main() -> None:
     """Run the command that the arguments name. User errors end in one message and an exit code, without a traceback."""
     sys.excepthook = print_traceback
+    if is_distributed() or is_in_step():
+        # If a rank ends, torch prints C++ stack traces before tandem says what happened.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with isolated(), watched_streams():
         _run_command()
 
@@ -78,7 +82,7 @@ def _run_command() -> None:
                 _exit(LOST_RANK_EXIT_CODE)  # the process that started this one says which rank ended, and why
             _fail(
                 TandemError(
-                    "another rank ended, so this one cannot continue. Checkpoints saved before are intact; run the same "
+                    f"{_lost_rank()}, so this one cannot continue. Checkpoints saved before are intact; run the same "
                     "command to resume from the newest."
                 )
             )
@@ -88,6 +92,12 @@ def _run_command() -> None:
 def _is_other_rank() -> bool:
     """Whether this is a rank after the first, and tandem sends signals to all of them: then the first one reports."""
     return os.environ.get(LAUNCHER) in ("local", "ray") and os.environ.get("RANK", "0") != "0"
+
+
+def _lost_rank() -> str:
+    from tandem.model.distributed.presence import describe_missing
+
+    return describe_missing() or "another rank ended"
 
 
 def _is_lost_rank(error: Exception) -> bool:

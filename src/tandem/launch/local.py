@@ -147,7 +147,9 @@ def raise_outcome(codes: Sequence[int], failures: dict[int, int], forwarded: sig
     if code < 0:
         raise TandemError(killed_message(number, -code))
     if code == LOST_RANK_EXIT_CODE:
-        raise TandemError(f"the ranks lost the connection to each other. {RESUME}")
+        hung = [number for number in range(len(codes)) if number not in failures and codes[number]]
+        who = f"rank {hung[0]} did not answer the others and was stopped" if hung else "the ranks lost each other"
+        raise TandemError(f"{who}. {RESUME}")
     raise AlreadyReportedError(code)
 
 

@@ -10,6 +10,7 @@ from tandem.errors import ConfigError, MachineError, one_line
 from tandem.model.architecture import auto_class, check_architecture, fixed_attention_error, head_of
 from tandem.model.attention.pack_attention import IMPLEMENTATION, AttentionKind
 from tandem.model.checks.trial import check_forward, is_out_of_memory
+from tandem.model.distributed.sharded_load import can_read_shards, model_without_weights
 from tandem.model.files.build_limits import within_limits
 from tandem.model.files.source import ModelSource, describe
 from tandem.model.head import auto_head_chunk
@@ -36,14 +37,35 @@ def load_policy(
             "and norms would be trained. Give the model that it was quantised from."
         )
     _refuse_missing_weights(source, model, found["missing_keys"])
+    loaded = as_policy(model, source, policy, device)
+    check_forward(loaded, source, device, longest=policy.max_total_sequence_length)
+    return loaded
+
+
+def as_policy(model: Any, source: ModelSource, policy: PolicyConfig, device: torch.device) -> Policy:
+    """Return a policy that computes with transformers' model, in evaluation mode."""
     chunk = policy.head_chunk_tokens
     if chunk == "auto":
         chunk = auto_head_chunk(source.vocabulary, device)
-    head = head_of(model, chunk=chunk)
     packed = policy.packing.mode != "none"
-    loaded = Policy(model.eval(), packed=packed, attention=attention_kind(policy, device), head=head)
-    check_forward(loaded, source, device, longest=policy.max_total_sequence_length)
-    return loaded
+    head = head_of(model, chunk=chunk)
+    return Policy(model.eval(), packed=packed, attention=attention_kind(policy, device), head=head)
+
+
+def unloaded_model(source: ModelSource, policy: PolicyConfig, dtype: torch.dtype) -> Any | None:
+    """Return a model whose weights can be read shard by shard with `read_shards`. Return None if they cannot."""
+    try:
+        model = model_without_weights(source, dtype, attention_name(source, policy))
+        return model if can_read_shards(source, model, dtype) else None
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return None  # the usual way of loading reports what is wrong
+
+
+def attention_name(source: ModelSource, policy: PolicyConfig) -> str:
+    """Return transformers' name of the attention that a model computes with."""
+    return IMPLEMENTATION if policy.packing.mode != "none" else check_architecture(source).plain_attention
 
 
 def _read_weights(
@@ -52,7 +74,6 @@ def _read_weights(
     """Return transformers' model and its loading info. Raise ConfigError if the files cannot be loaded."""
     from safetensors import SafetensorError
 
-    packed = policy.packing.mode != "none"
     try:
         with within_limits(source):
             return auto_class(source.config).from_pretrained(
@@ -62,7 +83,7 @@ def _read_weights(
                 dtype=dtype,
                 quantization_config=quantization,
                 device_map=device,
-                attn_implementation=IMPLEMENTATION if packed else check_architecture(source).plain_attention,
+                attn_implementation=attention_name(source, policy),
                 trust_remote_code=False,
                 use_safetensors=True,
             )

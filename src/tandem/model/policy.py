@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from tandem.model.architecture import architecture_of, trunk_of, windows_of
 from tandem.model.attention.pack_attention import AttentionKind, PackMask, make_mask
+from tandem.model.distributed.context import Context, gather_values
 from tandem.model.head import Head
 from tandem.model.precision.working_copy import GradientSums, WorkingCopy
 from tandem.model.transfer import to_device
@@ -28,11 +30,11 @@ class PackInputs:
     Scored tokens are padded to a multiple of 128, so that few shapes occur and memory is reused.
     """
 
-    token_ids: Tensor  # [rows, length]
-    position_ids: Tensor  # [rows, length]
+    token_ids: Tensor  # [rows, length]; with context parallelism, this rank's columns
+    position_ids: Tensor  # like token_ids
     mask: PackMask | Tensor  # attention masks; if unpacked, [rows, length] bool, True for tokens and False for filler
-    predicting: Tensor  # [scored], padded
-    target_ids: Tensor  # [scored], padded
+    predicting: Tensor  # [scored], padded; with context parallelism, those in this rank's columns
+    target_ids: Tensor  # like predicting
     completion: Tensor  # [scored], padded; index of the completion, or the number of completions for padding
     completion_lengths: Tensor  # [completions]
     columns: dict[str, Tensor]  # values given in the data, by name: [completions] or [preferences]
@@ -41,6 +43,12 @@ class PackInputs:
     best: Tensor  # [preferences]
     preference: Tensor  # [completions]
     num_scored: int  # without padding
+    places: Tensor | None = None  # with context parallelism, the indices of this rank's scored tokens among all of them
+
+    @property
+    def num_values(self) -> int:
+        """The number of scored tokens of all ranks, with padding."""
+        return len(self.completion)
 
 
 class Policy(nn.Module):
@@ -57,6 +65,10 @@ class Policy(nn.Module):
         self.block = BLOCK  # block size of FlexAttention
         self.working_copy: WorkingCopy | None = None  # bfloat16 copies that are used instead of the weights
         self.gradient_sums: GradientSums | None = None  # float32 gradients of bfloat16 weights
+        self.keeps_gathered = (
+            False  # whether layers keep the weights they gathered from other ranks until the backward pass
+        )
+        self.context: Context | None = None  # the ranks that compute the same rows; None: only this one
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -70,24 +82,39 @@ class Policy(nn.Module):
                 if one is not None:
                     stack.enter_context(one.held())
             yield
+        self._free_gathered()
+
+    def _free_gathered(self) -> None:
+        """Free weights that were gathered for a forward pass without a backward pass. After an update they would be outdated."""
+        for module in self.modules() if self.keeps_gathered else ():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def inputs(self, pack: Pack, device: torch.device) -> PackInputs:
         """Copy a pack to the device, and make its attention masks."""
-        num_scored = len(pack.target_ids)
-        padding = -num_scored % SCORED_MULTIPLE if num_scored else SCORED_MULTIPLE
         num_completions = len(pack.completion_lengths)
         completion = np.repeat(np.arange(num_completions), pack.completion_lengths)
 
         def put(array: Any, pad: int | None = None) -> Tensor:
+            padding = max(SCORED_MULTIPLE, -(-len(array) // SCORED_MULTIPLE) * SCORED_MULTIPLE) - len(array)
             return to_device(array if pad is None else np.pad(array, (0, padding), constant_values=pad), device)
 
-        mask = make_mask(pack, self.windows, device, self.attention, self.block) if self.packed else put(_real(pack))
+        if self.packed:
+            mask = make_mask(pack, self.windows, device, self.attention, self.block, self.context)
+        else:
+            mask = put(_real(pack))
+        token_ids, position_ids = pack.token_ids, pack.position_ids
+        predicting, target_ids, places = pack.predicting, pack.target_ids, None
+        if self.context is not None:
+            token_ids, position_ids = self.context.own_columns(token_ids), self.context.own_columns(position_ids)
+            places, predicting = self.context.own_positions(predicting, pack.token_ids.shape[1])
+            target_ids = target_ids[places]
         return PackInputs(
-            token_ids=put(pack.token_ids),
-            position_ids=put(pack.position_ids),
+            token_ids=put(token_ids),
+            position_ids=put(position_ids),
             mask=mask,
-            predicting=put(pack.predicting, pad=0),
-            target_ids=put(pack.target_ids, pad=0),
+            predicting=put(predicting, pad=0),
+            target_ids=put(target_ids, pad=0),
             completion=put(completion, pad=num_completions),
             completion_lengths=put(pack.completion_lengths),
             columns={name: put(values) for name, values in pack.columns.items()},
@@ -95,7 +122,8 @@ class Policy(nn.Module):
             losers=put(pack.losers),
             best=put(pack.best),
             preference=put(pack.owner),
-            num_scored=num_scored,
+            num_scored=len(pack.target_ids),
+            places=None if places is None else put(places),
         )
 
     def forward(self, inputs: PackInputs, *, squares: bool = False) -> Tensor:
@@ -109,7 +137,11 @@ class Policy(nn.Module):
             with self.computing():
                 return self.forward(inputs, squares=squares)
         hidden = self._trunk(inputs).flatten(0, 1)[self.head.positions(inputs)]
-        return self.head.compute(self.model, hidden, inputs, squares=squares)
+        values = self.head.compute(self.model, hidden, inputs, squares=squares)
+        if self.context is None:
+            return values
+        assert inputs.places is not None
+        return gather_values(values, inputs.places, inputs.num_values, self.context)
 
     def _trunk(self, inputs: PackInputs) -> Tensor:
         # The pack's mask replaces the one that transformers would build.

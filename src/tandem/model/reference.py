@@ -56,7 +56,7 @@ class NoReference:
     """Returns log-probabilities of 0, for losses that do not use a reference."""
 
     def token_logps(self, pack: Pack, inputs: PackInputs) -> Tensor:
-        return torch.zeros(len(inputs.target_ids), device=inputs.target_ids.device)
+        return torch.zeros(inputs.num_values, device=inputs.target_ids.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class CachedReference:
 
     def token_logps(self, pack: Pack, inputs: PackInputs) -> Tensor:
         parts = [self.of_preference(index) for index in pack.preferences.tolist()]
-        flat = np.zeros(len(inputs.target_ids), np.float32)
+        flat = np.zeros(inputs.num_values, np.float32)
         np.concatenate([np.zeros(0, np.float32), *parts], out=flat[: inputs.num_scored])
         return to_device(flat, inputs.target_ids.device)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.errors import MachineError, OutOfMemoryError
-from tandem.model.distributed.process_group import SINGLE_RANK_MESH, MeshShape
+from tandem.model.distributed.mesh import SINGLE_RANK_MESH, MeshShape
 from tandem.model.files.source import ModelSource
 from tandem.model.load import attention_kind, empty_model
 from tandem.model.lora.layers import LoraPlan
@@ -72,6 +72,7 @@ class MemoryEstimate:
     parts: FixedMemory
     per_token: float
     head: float = LOGITS_BYTES
+    context: int = 1  # the ranks that divide every row among them
 
     @property
     def fixed(self) -> float:
@@ -93,10 +94,10 @@ def estimate_memory(
     mesh: MeshShape = SINGLE_RANK_MESH,
 ) -> MemoryEstimate:
     num = sum(parameter.numel() for parameter in empty_model(source).parameters())
-    per_token = _bytes_per_token(source.config.get_text_config(), policy, precision)
+    per_token = _bytes_per_token(source.config.get_text_config(), policy, precision) / mesh.context
     head = LOGITS_BYTES if device.type == "cuda" else 0  # chunks of logits are small on a CPU
     parts = _fixed_memory(num, policy, lora, precision, mesh)
-    return MemoryEstimate(num_weights=num, parts=parts, per_token=per_token, head=head)
+    return MemoryEstimate(num_weights=num, parts=parts, per_token=per_token, head=head, context=mesh.context)
 
 
 def auto_row_length(
@@ -113,10 +114,11 @@ def auto_row_length(
     if device.type != "cuda":
         return RowLength(CPU_ROW_TOKENS, "the default on a CPU")
     available, together = memory or device_memory(device), policy.packing.packs_per_micro_batch
-    busy = BUSY_TOKENS_TIMES_WEIGHTS / need.num_weights / together
-    useful = [length for length in ROW_LENGTHS if length < 2 * max(LONG_ROW_TOKENS, busy)]
+    busy = BUSY_TOKENS_TIMES_WEIGHTS / need.num_weights / together * need.context
+    lengths = [length * need.context for length in ROW_LENGTHS]
+    useful = [length for length in lengths if length < 2 * max(LONG_ROW_TOKENS * need.context, busy)]
     fits = (length for length in useful if need.fixed + need.temporary(length * together) <= USABLE_SHARE * available)
-    fitting = next(fits, ROW_LENGTHS[-1])
+    fitting = next(fits, lengths[-1])
     longer = "longer rows gain little" if fitting == useful[0] else "longer rows would not fit"
     expected = need.fixed + need.temporary(fitting * together)
     return RowLength(
@@ -271,9 +273,9 @@ def _fixed_memory(
     else:
         frozen, weight = 0.0, 4 if policy.weights == "float32" else 2
     is_sharded = lora is None or lora.quantization is None
-    per_rank = num / mesh.shard
+    per_rank = num / mesh.weight_shards
     return FixedMemory(
-        weights=(frozen / mesh.shard if is_sharded else frozen) + per_rank * weight,
+        weights=(frozen / mesh.weight_shards if is_sharded else frozen) + per_rank * weight,
         gradients=per_rank * gradient,
         states=per_rank * states,
         copy=per_rank * copy,

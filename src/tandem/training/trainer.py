@@ -62,7 +62,7 @@ def train(
     """
     if loaded.config.run.deterministic:
         compute_deterministically()
-    ranks = join_process_group()
+    ranks = join_process_group(loaded.config.policy.parallel)
     if not ranks.is_first:
         reporter = Reporter("silent")
     try:
@@ -137,7 +137,7 @@ def _report_start(run: Path, setup: Setup, reporter: Reporter, ranks: Ranks, ext
     if extended_from is not None:
         reporter.say(f"Extended from {extended_from} to {setup.plan.num_steps} steps")
     if ranks.count > 1:
-        reporter.say(f"Ranks: {ranks.count}")
+        reporter.say(f"Ranks: {ranks.count} ({ranks.shape})")
 
 
 def _report_translation(run: Path, loaded: LoadedConfig, reporter: Reporter) -> None:

@@ -82,7 +82,8 @@ def test_a_killed_rank_is_named_and_the_others_end_within_seconds(ranks, monkeyp
         ([0, 0], {}, signal.SIGTERM, None),  # it came after the last step
         ([75, -9], {1: -9, 0: 75}, None, (TandemError, KILLED, 1)),
         ([-6, -9], {0: -6, 1: -9}, None, (TandemError, KILLED, 1)),  # gloo aborts a process that has lost another one
-        ([75, 75], {0: 75, 1: 75}, None, (TandemError, f"the ranks lost the connection to each other. {RESUME}", 1)),
+        ([75, 75], {0: 75, 1: 75}, None, (TandemError, f"the ranks lost each other. {RESUME}", 1)),
+        ([75, -9], {0: 75}, None, (TandemError, f"rank 1 did not answer the others and was stopped. {RESUME}", 1)),
         ([143, 143], {1: 143, 0: 143}, signal.SIGTERM, (AlreadyReportedError, "another rank failed", 143)),
         ([-2, 75], {0: -2, 1: 75}, signal.SIGINT, (StoppedError, "stopped by SIGINT", 130)),  # before it could report
         ([138, 0], {0: 138}, signal.SIGUSR1, (AlreadyReportedError, "another rank failed", 138)),

@@ -6,21 +6,88 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from killing import SERVER
 
-from tandem.model.distributed.process_group import MeshShape, make_ranks
+from tandem.config.load import load_config
+from tandem.config.sections.parallel import Parallel
+from tandem.errors import ConfigError
+from tandem.model.distributed.context import check_heads
+from tandem.model.distributed.mesh import MeshShape, mesh_shape
+from tandem.model.distributed.process_group import make_ranks
 
 
 @pytest.mark.parametrize(
-    ("shape", "num_ranks", "data_parallel", "dimensions"),
+    ("parallel", "num_ranks", "shape", "weight_shards", "words"),
     [
-        (MeshShape(), 1, 1, {"shard": 1}),
-        (MeshShape(shard=8), 8, 8, {"shard": 8}),
-        (MeshShape(replicate=2, shard=4), 8, 8, {"replicate": 2, "shard": 4}),
-        (MeshShape(shard=4, context=2), 8, 4, {"shard": 4, "context": 2}),
-        (MeshShape(context=2), 2, 1, {"shard": 1, "context": 2}),
+        ({}, 1, MeshShape(), 1, "1 shards"),
+        ({}, 8, MeshShape(shard=8), 8, "8 shards"),
+        ({"replicate": 2}, 8, MeshShape(replicate=2, shard=4), 4, "2 replicas of 4 shards"),
+        ({"replicate": -1, "shard": 2}, 8, MeshShape(replicate=4, shard=2), 2, "4 replicas of 2 shards"),
+        ({"context": 2}, 8, MeshShape(shard=4, context=2), 8, "8 shards, context 2"),
+        ({"shard": 1, "context": 2}, 2, MeshShape(context=2), 2, "2 shards, context 2"),
+        ({"replicate": 2, "context": 2}, 8, MeshShape(2, 2, 2), 4, "2 replicas of 4 shards, context 2"),
     ],
 )
-def test_the_data_parallel_degree_leaves_out_the_context_dimension(shape, num_ranks, data_parallel, dimensions):
-    assert (shape.num_ranks, shape.data_parallel, shape.dimensions()) == (num_ranks, data_parallel, dimensions)
+def test_the_ranks_that_are_left_fill_the_mesh(parallel, num_ranks, shape, weight_shards, words):
+    found = mesh_shape(Parallel(**parallel), num_ranks)
+    assert found == shape
+    assert (found.num_ranks, found.data_parallel) == (num_ranks, num_ranks // shape.context)
+    assert (found.weight_shards, str(found)) == (weight_shards, words)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "num_ranks", "needed"),
+    [
+        ({"context": 2}, 1, "replicate 1 x context 2 needs a multiple of 2 ranks, and this run has 1"),
+        ({"replicate": 2, "context": 2}, 6, "replicate 2 x context 2 needs a multiple of 4 ranks, and this run has 6"),
+        ({"shard": 4}, 8, "replicate 1 x shard 4 x context 1 needs 4 ranks, and this run has 8"),
+        ({"replicate": 2, "shard": 8}, 8, "replicate 2 x shard 8 x context 1 needs 16 ranks, and this run has 8"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_ranks_is_refused(parallel, num_ranks, needed):
+    with pytest.raises(ConfigError) as refused:
+        mesh_shape(Parallel(**parallel), num_ranks)
+    ways_out = "Change policy.parallel, or start another number of ranks."
+    assert str(refused.value) == f"policy.parallel: {needed}. {ways_out}"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "policy.parallel={replicate: -1, shard: -1}",
+            "policy.parallel.replicate and policy.parallel.shard are both -1, which means the ranks that are left. Give a "
+            "number for one of them.",
+        ),
+        (
+            "policy.parallel.context=3",
+            "policy.parallel.context = 3: must be a power of two up to 128, because rows are multiples of 128 tokens.",
+        ),
+        (
+            "policy={parallel: {context: 2}, packing: {mode: none}}",
+            "policy.parallel.context = 2 divides packed rows among ranks, which policy.packing.mode=none does not have. Set "
+            "policy.packing.mode=batch, or policy.parallel.context=1.",
+        ),
+    ],
+)
+def test_impossible_sizes_are_refused(override, message):
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, [override])
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_key_heads", "size", "divides"),
+    [(32, 8, 8, True), (32, 8, 16, True), (4, 1, 4, True), (14, 2, 2, True), (14, 2, 4, False), (12, 4, 8, False)],
+)
+def test_heads_must_be_divisible(num_heads, num_key_heads, size, divides):
+    if divides:
+        check_heads(num_heads, num_key_heads, size, "it")
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_heads(num_heads, num_key_heads, size, "it")
+    assert str(refused.value) == (
+        f"policy.parallel.context = {size}: it has {num_heads} attention heads with {num_key_heads} key heads, which cannot be "
+        f"divided among {size} ranks. Use a size that divides {num_heads}."
+    )
 
 
 def _exchange(number, path, answers):
@@ -33,7 +100,7 @@ def _exchange(number, path, answers):
         joined, own = ranks.concatenate_parts(rows)
         found = {
             "part": (ranks.data_index, ranks.data_parallel),
-            "shards": ranks.shard_mesh.size(),
+            "shards": ranks.weights_mesh.size(),
             "all": ranks.gather(number),
             "parts": ranks.gather_parts(number),
             "rows": joined.tolist(),
@@ -52,6 +119,6 @@ def test_ranks_that_compute_the_same_packs_count_once(tmp_path):
     for number in (0, 1):
         shared = {"all": [0, 1], "own": True, "all true": False}
         sharded = {"part": (number, 2), "shards": 2, "parts": [0, 1], "rows": [0.0, 1.0, 1.0]}
-        same_packs = {"part": (0, 1), "shards": 1, "parts": [0], "rows": [5.0, 6.0]}
+        same_packs = {"part": (0, 1), "shards": 2, "parts": [0], "rows": [5.0, 6.0]}
         assert of_ranks[number, 1] == shared | sharded
         assert of_ranks[number, 2] == shared | same_packs

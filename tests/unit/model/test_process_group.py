@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+from datetime import timedelta
 
 import pytest
 from listening import listening
@@ -58,7 +59,7 @@ def test_gloo_uses_the_loopback_interface_if_all_ranks_are_on_this_machine(given
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_store_of_the_first_rank_listens_only_on_the_loopback_address(given):
     given(WORLD_SIZE="2", RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    store = loopback_store()
+    store = loopback_store(timedelta(seconds=30))
     assert store is not None
     store.set("key", "value")
     assert store.get("key") == b"value"
@@ -82,7 +83,7 @@ def test_the_store_of_the_first_rank_listens_only_on_the_loopback_address(given)
 )
 def test_torch_provides_the_store_if_it_is_not_needed_or_not_on_loopback(given, variables):
     given(**variables)
-    assert loopback_store() is None
+    assert loopback_store(timedelta(seconds=30)) is None
 
 
 def test_a_port_in_use_is_refused_with_advice(given):
@@ -90,7 +91,7 @@ def test_a_port_in_use_is_refused_with_advice(given):
         port = other.getsockname()[1]
         given(WORLD_SIZE="2", RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         with pytest.raises(MachineError) as refused:
-            loopback_store()
+            loopback_store(timedelta(seconds=30))
     assert str(refused.value) == (
         f"MASTER_ADDR = 127.0.0.1, MASTER_PORT = {port}: the first rank cannot listen there (Address already in use). "
         "Choose another port."

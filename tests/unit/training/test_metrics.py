@@ -13,7 +13,8 @@ from killing import SERVER
 from tandem.config.sections.dpo import Dpo
 from tandem.config.tracked import METRICS
 from tandem.data.store.selection import Selection
-from tandem.model.distributed.process_group import MeshShape, make_ranks
+from tandem.model.distributed.mesh import MeshShape
+from tandem.model.distributed.process_group import make_ranks
 from tandem.training.metrics import PairTable, summarise
 
 NOWHERE = Selection({}, np.arange(0))

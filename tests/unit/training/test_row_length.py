@@ -11,7 +11,7 @@ from tandem.config.load import load_config
 from tandem.config.sections.policy import Optimizer, Packing, Policy
 from tandem.data.store.sets import no_bar
 from tandem.errors import ConfigError, OutOfMemoryError
-from tandem.model.distributed.process_group import MeshShape
+from tandem.model.distributed.mesh import MeshShape
 from tandem.model.files.source import ModelSource
 from tandem.prepare import prepare_data
 from tandem.report.choices import describe_choices, describe_computation

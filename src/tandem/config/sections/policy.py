@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from tandem.config.sections.parallel import DEFAULT_PARALLEL, Parallel
 from tandem.config.sections.scheduler import (
     WARM_UP_THEN_CONSTANT,
     ConstantSchedule,
@@ -215,6 +216,7 @@ class Policy(Section):
     )
     packing: Packing = Field(default=Packing(), description="packing")
     lora: Lora = Field(default=Lora(), description="LoRA adapters")
+    parallel: Parallel = Field(default=DEFAULT_PARALLEL, description="how several GPUs divide the work")
 
     @field_validator("scheduler")
     @classmethod
@@ -242,6 +244,15 @@ class Policy(Section):
             raise ValueError(
                 "policy.attention = varlen needs packs in which every sequence is contiguous. Set "
                 "policy.packing.share_prompts=false and a policy.packing.mode other than none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _context_needs_packs(self) -> "Policy":
+        if self.parallel.context > 1 and self.packing.mode == "none":
+            raise ValueError(
+                f"policy.parallel.context = {self.parallel.context} divides packed rows among ranks, which "
+                "policy.packing.mode=none does not have. Set policy.packing.mode=batch, or policy.parallel.context=1"
             )
         return self
 

@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 
 from tandem.errors import TandemError
 from tandem.model.attention.varlen import attend_runs, bounds_of, runs_of
+from tandem.model.distributed.context import Context, to_columns, to_heads
 from tandem.model.transfer import to_device
 from tandem.packing.blocks import block_lists, seen_until
 from tandem.packing.layout import Pack
@@ -59,14 +60,20 @@ class PackMask:
     Passed to the model as the keyword argument `pack`. transformers passes it on to `attend` in every layer.
     """
 
-    def __init__(self, masks: dict[int | None, Any], kind: AttentionKind, block: int):
+    def __init__(self, masks: dict[int | None, Any], kind: AttentionKind, block: int, context: Context | None = None):
         self.masks = masks
+        self.context = context  # the ranks that compute the same rows; None: only this one
         self.kind = kind
         self.block = block  # block size of FlexAttention
 
 
 def make_mask(
-    pack: Pack, windows: set[int | None], device: torch.device, kind: AttentionKind, block: int = BLOCK
+    pack: Pack,
+    windows: set[int | None],
+    device: torch.device,
+    kind: AttentionKind,
+    block: int = BLOCK,
+    context: Context | None = None,
 ) -> PackMask:
     """Return the masks of a pack: one for every sliding window in `windows`."""
     makers: dict[AttentionKind, Callable[[Pack, int | None, torch.device], Any]]
@@ -77,7 +84,7 @@ def make_mask(
     for window in sorted(windows, key=lambda w: -1 if w is None else w):
         # A window longer than the longest sequence has no effect: layers with it share the mask without a window.
         masks[window] = masks[None] if window and window >= longest else make(pack, window, device)
-    return PackMask(masks, kind, block)
+    return PackMask(masks, kind, block, context)
 
 
 def block_size(model: nn.Module, device: torch.device, *, bfloat16: bool) -> int:
@@ -189,7 +196,10 @@ def attend(
         _calls.append(sliding_window)
         # Nothing is computed: uncompiled, FlexAttention would fill the memory with the scores of full rows.
         return query.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[-1]), None
-    mask = pack.masks[sliding_window]
+    mask, context = pack.masks[sliding_window], pack.context
+    if context is not None:
+        query, key, value = to_heads(query, key, value, context)
+        s_aux = None if s_aux is None else context.own_heads(s_aux)
     if pack.kind == "flex":
         options = SMALL_BLOCK_OPTIONS if pack.block == SMALL_BLOCK else None
         out = _flex(query, key, value, mask, scaling=scaling, softcap=softcap, s_aux=s_aux, options=options)
@@ -207,6 +217,7 @@ def attend(
             if pack.kind == "trees"
             else dense(query, key, value, mask)
         )
+    out = out if context is None else to_columns(out, context)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -21,14 +21,22 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 TOLERANCE_16_BIT = 0.1
 
 
-def check_forward(policy: Policy, source: ModelSource, device: torch.device, *, longest: int) -> None:
+def check_forward(
+    policy: Policy, source: ModelSource, device: torch.device, *, longest: int, is_sharded: bool = False
+) -> None:
     """Raise ConfigError if the model fails, if a token sees later tokens, or if layers would lose their sliding windows in packs.
 
-    `longest`: maximum length of a sequence, in tokens.
+    `longest`: maximum length of a sequence, in tokens. `is_sharded`: whether the weights are sharded over ranks. Then only the
+    forward pass is tried: FSDP would not notice that parameters need gradients afterwards.
     """
     with _as_config_error(policy, source):
         with record_calls() if policy.packed else nullcontext() as windows:
-            _forward_and_backward(policy, policy.inputs(_tiny_pack(policy), device))
+            inputs = policy.inputs(_tiny_pack(policy), device)
+            if is_sharded:
+                with torch.no_grad():
+                    policy(inputs)
+            else:
+                _forward_and_backward(policy, inputs)
         if windows is not None:
             _check_windows(policy, source, windows, longest)
         _check_causal(policy, source, device)

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.attention.varlen  # registers the operation named below
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -14,6 +15,7 @@ from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.errors import ConfigError
 from tandem.model.architecture import decoder_layers, has_layer_list
 from tandem.model.attention.pack_attention import allow_many_graphs, block_size
+from tandem.model.distributed.context import Context
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.files.source import ModelSource
 from tandem.model.load import empty_model
@@ -22,18 +24,30 @@ from tandem.model.precision.rounding import cast_stochastically, salt_in_policy
 from tandem.model.precision.working_copy import GradientSums, WorkingCopy
 
 
-def shard(policy: Policy, ranks: Ranks, *, bfloat16: bool) -> Policy:
+def shard(
+    policy: Policy,
+    ranks: Ranks,
+    *,
+    bfloat16: bool,
+    reshard_after_forward: bool = True,
+    read: Callable[[], None] | None = None,
+    even_alone: bool = False,
+) -> Policy:
     """Shard the weights of a policy over the ranks: each layer separately, and all other weights together.
 
     `bfloat16`: compute in bfloat16 with float32 weights, and reduce gradients in float32. The policy of a single rank is not
     sharded; with `bfloat16`, it computes with bfloat16 copies of its weights.
+    `reshard_after_forward`: see policy.parallel. `read`: a function that reads the weights, if they are not loaded yet.
+    `even_alone`: also shard the policy of a single rank, to measure what sharding costs.
     """
     policy.block = block_size(policy, ranks.device, bfloat16=bfloat16)
-    if ranks.count == 1:
+    if ranks.count == 1 and not even_alone:
         if bfloat16 and any(parameter.dtype == torch.float32 for parameter in policy.parameters()):
             policy.working_copy = WorkingCopy(policy)
         _sum_gradients_in_float32(policy)
         return policy
+    if (group := ranks.context_group) is not None:
+        policy.context = Context(group.group_name, dist.get_rank(group), ranks.shape.context)
     precision = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         if bfloat16
@@ -41,13 +55,15 @@ def shard(policy: Policy, ranks: Ranks, *, bfloat16: bool) -> Policy:
     )
     # Quantised weights are integers and frozen: every rank holds all of them.
     unsharded = {parameter for parameter in policy.parameters() if not parameter.is_floating_point()}
+    given: dict[str, Any] = {"mesh": ranks.weights_mesh, "mp_policy": precision, "ignored_params": unsharded}
     for layer in decoder_layers(policy.model):
-        fully_shard(layer, mesh=ranks.shard_mesh, mp_policy=precision, ignored_params=unsharded)
+        fully_shard(layer, reshard_after_forward=reshard_after_forward, **given)
     # The root must also free its gathered weights after a forward. By default it keeps them until the backward, and after a
     # forward without one (validation, reference) `parameters()` would not return what the optimizer updates.
-    fully_shard(
-        policy, mesh=ranks.shard_mesh, mp_policy=precision, reshard_after_forward=True, ignored_params=unsharded
-    )
+    fully_shard(policy, reshard_after_forward=True, **given)
+    policy.keeps_gathered = not reshard_after_forward
+    if read is not None:
+        read()
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the number of pairs in the global batch, so gradients are summed, not averaged.

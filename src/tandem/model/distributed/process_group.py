@@ -13,47 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tandem.config.sections.parallel import DEFAULT_PARALLEL, Parallel
 from tandem.errors import AlreadyReportedError, ConfigError, MachineError, TandemError
 from tandem.isolation import GPU_INDEX, STORE_FD
+from tandem.model.distributed import shared_gpu
+from tandem.model.distributed.mesh import SINGLE_RANK_MESH, MeshShape, mesh_shape
+from tandem.model.distributed.presence import end_signs, note_wait, start_signs
 
 T = TypeVar("T")
 
-# How long ranks wait for each other before they fail. A rank may be tokenising meanwhile.
-TIMEOUT = timedelta(minutes=30)
 LOOPBACK_INTERFACES = ("lo", "lo0")  # on Linux; on macOS
-
-
-@dataclass(frozen=True, slots=True)
-class MeshShape:
-    """The sizes of the mesh of ranks. Today every run has replicate=1 and context=1.
-
-    Ranks are numbered with `context` changing fastest. Example: with replicate=1, shard=2 and context=2, ranks 0 and 1 compute
-    the same packs, and ranks 2 and 3 compute the other packs.
-    """
-
-    replicate: int = 1  # groups of ranks that each hold all weights
-    shard: int = 1  # ranks that divide weights, gradients and optimizer states among them
-    context: int = 1  # ranks that divide every row among them
-
-    @property
-    def num_ranks(self) -> int:
-        return self.data_parallel * self.context
-
-    @property
-    def data_parallel(self) -> int:
-        """The number of parts that a global batch is divided into."""
-        return self.replicate * self.shard
-
-    def dimensions(self) -> dict[str, int]:
-        """Return the dimensions of the device mesh, as a dict from name to size.
-
-        `replicate` and `context` are left out if their size is 1, because torch creates a process group for every dimension.
-        """
-        sizes = {"replicate": self.replicate, "shard": self.shard, "context": self.context}
-        return {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
-
-
-SINGLE_RANK_MESH = MeshShape()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +32,18 @@ class Ranks:
     Values on the host are exchanged over a CPU channel (gloo), which never waits for a GPU.
     """
 
-    mesh: DeviceMesh  # its dimensions are those of `shape.dimensions()`
+    weights_mesh: DeviceMesh  # the mesh that FSDP shards weights over: [shards], or [replicas, shards]
     device: torch.device
     shape: MeshShape = SINGLE_RANK_MESH
     number: int = 0
     is_first_here: bool = True  # the first rank on its machine
     host_group: dist.ProcessGroup | None = None  # None: the default group
+    timeout: timedelta = timedelta(seconds=DEFAULT_PARALLEL.timeout_seconds)
+    context_group: dist.ProcessGroup | None = None  # the ranks that divide rows with this rank; None: context is 1
 
     @property
     def count(self) -> int:
-        """The number of ranks. Batches are divided into `data_parallel` parts, weights into `shape.shard` parts."""
+        """The number of ranks. Batches are divided into `data_parallel` parts, weights into `shape.weight_shards` parts."""
         return self.shape.num_ranks
 
     @property
@@ -86,9 +57,9 @@ class Ranks:
         return self.number // self.shape.context
 
     @property
-    def shard_mesh(self) -> DeviceMesh:
-        """The mesh that FSDP shards weights over."""
-        return self.mesh["shard"]
+    def is_in_first_replica(self) -> bool:
+        """Whether this rank saves its shards. The other replicas hold the same ones."""
+        return self.number < self.shape.weight_shards
 
     @property
     def is_first(self) -> bool:
@@ -99,6 +70,7 @@ class Ranks:
         if self.count == 1:
             return [value]
         values: list[T] = [value] * self.count
+        note_wait()
         dist.all_gather_object(values, value, group=self.host_group)
         return values
 
@@ -114,6 +86,7 @@ class Ranks:
         if self.count == 1:
             return number
         given = torch.tensor(number)
+        note_wait()
         dist.all_reduce(given, dist.ReduceOp.MAX, group=self.host_group)
         return int(given)
 
@@ -194,14 +167,20 @@ class Ranks:
         """
         if self.count == 1:
             return self
-        return replace(self, host_group=dist.new_group(backend="gloo", timeout=TIMEOUT))
+        return replace(self, host_group=dist.new_group(backend="gloo", timeout=self.timeout))
 
 
 def make_ranks(device: torch.device, shape: MeshShape, *, is_first_here: bool = True) -> Ranks:
     """Return the ranks of the process group, arranged as a mesh of this shape."""
-    used = shape.dimensions()
-    mesh = init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
-    return Ranks(mesh=mesh, device=device, shape=shape, number=dist.get_rank(), is_first_here=is_first_here)
+    sizes = {"replicate": shape.replicate, "shard": shape.weight_shards}
+    sizes = sizes if shape.replicate > 1 else {"shard": shape.weight_shards}
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    context_group = None
+    if shape.context > 1:
+        sizes = (shape.data_parallel, shape.context)
+        context_group = init_device_mesh(device.type, sizes, mesh_dim_names=("data", "context"))["context"].get_group()
+    given = {"shape": shape, "is_first_here": is_first_here, "context_group": context_group}
+    return Ranks(weights_mesh=mesh, device=device, number=dist.get_rank(), **given)
 
 
 def compute_deterministically() -> None:
@@ -210,12 +189,13 @@ def compute_deterministically() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def join_process_group() -> Ranks:
+def join_process_group(parallel: Parallel = DEFAULT_PARALLEL) -> Ranks:
     """Join the process group of the ranks that a launcher started. Without a launcher, create a group of this process alone."""
+    shape = mesh_shape(parallel, int(os.environ.get("WORLD_SIZE", 1)))
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        index = int(os.environ.get(GPU_INDEX, local))
+        index = 0 if shared_gpu.is_shared() else int(os.environ.get(GPU_INDEX, local))
         if index >= torch.cuda.device_count():
             raise ConfigError(
                 f"local rank {local} has no GPU: this machine has {torch.cuda.device_count()}. Start at most one rank per GPU "
@@ -225,15 +205,19 @@ def join_process_group() -> Ranks:
         device = torch.device("cuda", index)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        backend = shared_gpu.register() if shared_gpu.is_shared() else backend
         stay_on_loopback()
-        if (store := loopback_store()) is not None:
+        timeout = timedelta(seconds=parallel.timeout_seconds)
+        if (store := loopback_store(timeout)) is not None:
             number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=TIMEOUT)
+            dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=timeout)
         elif int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            dist.init_process_group(backend, timeout=TIMEOUT)
+            dist.init_process_group(backend, timeout=timeout)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
-    return make_ranks(device, MeshShape(shard=dist.get_world_size()), is_first_here=local == 0)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        start_signs(dist.get_rank(), dist.get_world_size())
+    ranks = make_ranks(device, shape, is_first_here=local == 0)
+    return replace(ranks, timeout=timedelta(seconds=parallel.timeout_seconds))
 
 
 def stay_on_loopback() -> None:
@@ -248,7 +232,7 @@ def stay_on_loopback() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def loopback_store() -> dist.Store | None:
+def loopback_store(timeout: timedelta) -> dist.Store | None:
     """Return a store that listens on a loopback address only. Ranks find each other through the store.
 
     Return None if torchrun provides a store, or if MASTER_ADDR is not a loopback address. The store that torch creates by default
@@ -268,7 +252,7 @@ def loopback_store() -> dist.Store | None:
         port=int(port),
         world_size=count,
         is_master=listening is not None,
-        timeout=TIMEOUT,
+        timeout=timeout,
         wait_for_workers=False,  # the process group waits
         master_listen_fd=None if listening is None else listening.detach(),
     )
@@ -301,4 +285,5 @@ def _is_loopback(address: str) -> bool:
 def leave_process_group() -> None:
     """Leave the process group. Without this, torch prints a warning when the process ends."""
     if dist.is_initialized():
+        end_signs()
         dist.destroy_process_group()

@@ -78,7 +78,11 @@ def first_index(parameter: nn.Parameter) -> int:
     """
     if not isinstance(parameter, DTensor):
         return 0
-    rows = -(-parameter.shape[0] // parameter.device_mesh.size()) * parameter.device_mesh.get_rank()
+    mesh, shards = (
+        parameter.device_mesh,
+        parameter.device_mesh.ndim - 1,
+    )  # the last dimension; an earlier one has replicas
+    rows = -(-parameter.shape[0] // mesh.size(shards)) * mesh.get_local_rank(shards)
     return rows * (parameter.numel() // parameter.shape[0])
 
 

@@ -98,14 +98,15 @@ class Saver:
         self._copier.close()
 
     def _parts_of_rank(self, tensors: dict[str, Any]) -> dict[str, Part]:
-        """Return the parts that this rank saves: its shards and random states.
+        """Return the parts that this rank saves: its shards, if it is in the first replica, and random states.
 
         The first rank also saves tensors that are not sharded.
         """
+        is_first, saves_shards = self._ranks.is_first, self._ranks.is_in_first_replica
         return {
             name: part_of(tensor)
             for name, tensor in tensors.items()
-            if self._ranks.is_first or isinstance(tensor, DTensor) or name.startswith(RANDOM)
+            if is_first or (saves_shards and isinstance(tensor, DTensor)) or name.startswith(RANDOM)
         }
 
     def _write(self, snapshot: Snapshot, ranked: bool) -> int:

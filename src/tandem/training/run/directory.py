@@ -55,6 +55,7 @@ MAY_CHANGE = (
     "policy.compile",
     "policy.head_chunk_tokens",
     "policy.packing.packs_per_micro_batch",
+    "policy.parallel.",
     "reference.mode",
     "checkpointing.",
     "export.",

@@ -7,7 +7,8 @@ import torch
 from tandem.config.schema import Config
 from tandem.errors import ConfigError, MachineError
 from tandem.model.architecture import architecture_of
-from tandem.model.distributed.process_group import SINGLE_RANK_MESH, MeshShape
+from tandem.model.distributed.context import check_heads
+from tandem.model.distributed.mesh import SINGLE_RANK_MESH, MeshShape
 from tandem.model.files.source import ModelSource
 from tandem.model.load import check_varlen
 from tandem.model.lora.layers import LoraPlan, plan_lora
@@ -40,10 +41,28 @@ def check_machine(
     if precision == "auto":
         precision = "bfloat16" if device.type == "cuda" else "float32"
     check_varlen(source, config.policy, precision, device)
+    _check_context(source, mesh.context)
     _check_weights(config, precision)
     lora = plan_lora(source, config.policy.lora, device, precision)
     compiles = _compiles(config, device, precision, source)
     return Machine(device=device, precision=precision, lora=lora, compiles=compiles, mesh=mesh)
+
+
+def _check_context(source: ModelSource, size: int) -> None:
+    if size == 1:
+        return
+    if recurrent := architecture_of(source.config).recurrent:
+        raise ConfigError(
+            f"policy.parallel.context = {size}: {source.name} has recurrent layers ({', '.join(recurrent)}), whose state runs "
+            "along a row and cannot be divided among ranks. Use policy.parallel.context=1."
+        )
+    text = source.config.get_text_config()
+    check_heads(
+        text.num_attention_heads,
+        getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        size,
+        source.name,
+    )
 
 
 def _check_weights(config: Config, precision: str) -> None:

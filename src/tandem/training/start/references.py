@@ -5,17 +5,20 @@ The audit comes first, so that values of a wrong model are not cached.
 
 import json
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import transformers
 
 from tandem.model.checks.audit import Audit, audit, audit_reference, start_loss_verdict
+from tandem.model.checks.trial import check_forward
 from tandem.model.distributed.layers import compile_layers, freeze, recompute, shard
 from tandem.model.distributed.process_group import Ranks
+from tandem.model.distributed.sharded_load import read_shards
 from tandem.model.files.source import ModelSource, weights_fingerprint
-from tandem.model.load import attention_kind, load_policy
+from tandem.model.load import as_policy, attention_kind, load_policy, unloaded_model
 from tandem.model.lora.layers import LoraPlan, load_adapted, rounds_frozen_weights
 from tandem.model.policy import Policy
 from tandem.model.reference import (
@@ -42,15 +45,24 @@ REFERENCES_FILE = "references.json"
 
 
 def load_sharded(setup: Setup, source: ModelSource, ranks: Ranks, lora: LoraPlan | None = None) -> Policy:
-    """Load a model, and apply activation checkpointing, sharding and compilation to its layers as configured."""
-    policy = (
-        load_policy(source, setup.config.policy, ranks.device, dtype=setup.weights_dtype)
-        if lora is None
-        else load_adapted(source, setup.config.policy, ranks.device, lora)
-    )
-    if (how := setup.config.policy.activation_checkpointing) != "none":
-        recompute(policy, how)
-    shard(policy, ranks, bfloat16=setup.precision == "bfloat16")
+    """Load a model, and apply activation checkpointing, sharding and compilation to its layers as configured.
+
+    If possible, each of several ranks reads only its own shards of the weights.
+    """
+    config, read = setup.config.policy, None
+    if lora is not None:
+        policy = load_adapted(source, config, ranks.device, lora)
+    elif ranks.count > 1 and (skeleton := unloaded_model(source, config, setup.weights_dtype)) is not None:
+        policy = as_policy(skeleton, source, config, ranks.device)
+        read = partial(read_shards, source, skeleton, ranks.device)
+    else:
+        policy = load_policy(source, config, ranks.device, dtype=setup.weights_dtype)
+    if config.activation_checkpointing != "none":
+        recompute(policy, config.activation_checkpointing)
+    given: dict[str, Any] = {"reshard_after_forward": config.parallel.reshard_after_forward, "read": read}
+    shard(policy, ranks, bfloat16=setup.precision == "bfloat16", **given)
+    if read is not None:
+        check_forward(policy, source, ranks.device, longest=config.max_total_sequence_length, is_sharded=True)
     if setup.compiles:
         compile_layers(policy)
     return policy

@@ -24,7 +24,7 @@ from tandem.loss.objective import check_user_losses
 from tandem.model.architecture import check_packable
 from tandem.model.checks.positions import check_positions
 from tandem.model.distributed.layers import check_layers
-from tandem.model.distributed.process_group import SINGLE_RANK_MESH, MeshShape
+from tandem.model.distributed.mesh import SINGLE_RANK_MESH, MeshShape
 from tandem.model.files.source import ModelSource, find_model, find_source, find_tokenizer
 from tandem.model.load import attention_kind
 from tandem.model.lora.layers import LoraPlan

@@ -1,0 +1,173 @@
+"""Several ranks on GPUs train the same model as one, with FlexAttention and compiled layers.
+
+Over NCCL where there are enough GPUs; otherwise all ranks share the first GPU.
+"""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from models import as_policy, tiny_model
+from running import SHORT, few_pairs, largest_difference, metrics_of, short_run, weights_of
+from several import environments, run_together
+
+from tandem.config.sections.parallel import Parallel
+from tandem.data.text.tokens import TokenizedPreference
+from tandem.model.distributed.context import Context
+from tandem.model.distributed.process_group import join_process_group, leave_process_group
+from tandem.packing.layout import lay_out
+
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("ranks")]
+
+STEPS = 4
+COMMON = [
+    *SHORT,
+    "dpo.max_num_epochs=4",
+    f"dpo.max_num_steps={STEPS}",
+    "policy.train_global_batch_size=8",
+    "policy.optimizer.kwargs.lr=2e-4",
+    "policy.packing.pack_length=512",
+    "policy.compile=false",
+    "checkpointing.save_period=2",
+    "data.train.data_path=few.jsonl",  # the reference is computed for all pairs
+    "data.validation=null",
+]
+EXACT = ["policy.precision=float32"]
+LOW_PRECISION = ["policy.weights=bfloat16_stochastic", "policy.optimizer.state_dtype=int8"]
+WORDS = ["the", "sky", "looks", "blue", "because", "air", "scatters", "short", "waves", "of", "sunlight", "again"]
+CONTEXT_2, CONTEXT_4 = "policy.parallel.context=2", "policy.parallel.context=4"
+# name: (ranks, overrides, tolerance of losses, tolerance of weights)
+CASES = {
+    "shards": (2, EXACT, 1e-4, 2e-4),
+    "context": (2, [*EXACT, CONTEXT_2], 1e-4, 2e-4),
+    "compiled": (2, ["policy.compile=true"], 5e-3, 5e-3),
+    "compiled context": (2, ["policy.compile=true", CONTEXT_2], 5e-3, 5e-3),
+    "low precision": (2, LOW_PRECISION, 0.02, 0.02),
+    "adapters and context": (2, [*EXACT, "policy.lora.enabled=true", CONTEXT_2], 1e-4, 2e-4),
+    "four completions": (2, [*EXACT, "data.pairing=all", "data.train.data_path=fours.jsonl"], 1e-4, 2e-4),
+    "one pair at a time": (2, [*EXACT, "policy.train_global_batch_size=1"], 1e-4, 2e-4),
+    "over the batch, context": (2, [*EXACT, "dpo.preference_loss={aot: 1.0, dpo: 0.5}", CONTEXT_2], 1e-4, 2e-4),
+    "recomputed, context": (2, [*EXACT, "policy.activation_checkpointing=selective", CONTEXT_2], 1e-4, 2e-4),
+    "two by two": (4, [*EXACT, CONTEXT_2], 1e-4, 2e-4),
+    "two replicas": (4, [*EXACT, "policy.parallel.replicate=2"], 1e-4, 2e-4),
+    "context of four": (4, [*EXACT, CONTEXT_4], 1e-4, 2e-4),
+}
+
+
+def run_dir(folder, name):
+    return folder / name.replace(" ", "_").replace(",", "")
+
+
+def for_one_rank(overrides):
+    return [one for one in overrides if not one.startswith("policy.parallel.")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    rng = np.random.default_rng(1)
+
+    def text():
+        return " ".join(rng.choice(WORDS, rng.integers(2, 9)))
+
+    fours = [
+        {"context": text(), "completions": [{"rank": rank, "completion": text()} for rank in range(4)]}
+        for _ in range(12)
+    ]
+    (folder / "fours.jsonl").write_text("".join(json.dumps(row) + "\n" for row in fours))
+    few_pairs(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    """All runs. Those with the same number of ranks share their processes."""
+    for count in (2, 4):
+        chosen = {name: overrides for name, (ranks, overrides, *_) in CASES.items() if ranks == count}
+        run_together(
+            count,
+            [[*COMMON, *overrides, f"run.dir={run_dir(folder, name)}"] for name, overrides in chosen.items()],
+            folder,
+        )
+    return folder
+
+
+def assert_alike(several, one, loss_tolerance, weight_tolerance):
+    for this, that in zip(metrics_of(several), metrics_of(one), strict=True):
+        assert this["num_pairs"] == that["num_pairs"]
+        assert this["loss"] == pytest.approx(that["loss"], rel=loss_tolerance)
+        assert this["grad_norm"] == pytest.approx(that["grad_norm"], rel=max(1e-3, 10 * loss_tolerance))
+    assert largest_difference(weights_of(several), weights_of(one)) < weight_tolerance
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_several_ranks_train_the_same_model_as_one(name, runs, monkeypatch):
+    monkeypatch.chdir(runs)
+    _, overrides, loss_tolerance, weight_tolerance = CASES[name]
+    plain = for_one_rank(overrides)
+    alone = runs / f"one-{abs(hash(tuple(plain)))}"
+    if not alone.exists():
+        short_run(alone, *COMMON, *plain)
+    assert_alike(run_dir(runs, name), alone, loss_tolerance, weight_tolerance)
+
+
+def test_a_run_saved_by_four_ranks_resumes_on_two_and_on_one(runs, monkeypatch):
+    monkeypatch.chdir(runs)
+    cuts = {}
+    for count in (1, 2):
+        cuts[count] = cut = runs / f"cut-{count}"
+        shutil.copytree(run_dir(runs, "two by two"), cut, symlinks=True)
+        shutil.rmtree(cut / "model")
+        shutil.rmtree(cut / f"checkpoints/step_{STEPS}")
+    short_run(cuts[1], *COMMON, *EXACT)
+    said = run_together(2, [[*COMMON, *EXACT, f"run.dir={cuts[2]}"]], runs)
+    assert f"Resuming from {cuts[2]}/checkpoints/step_2" in said[0]
+    for cut in cuts.values():
+        assert_alike(cut, run_dir(runs, "two by two"), 1e-4, 2e-4)
+
+
+LONG = 131_072
+
+
+def _long_row(number, given, path):
+    """Compute a preference of 131,072 tokens with rows divided among two ranks, and alone."""
+    import os
+
+    os.environ.update(given[number])
+    ranks = join_process_group(Parallel(context=2))
+    assert ranks.context_group is not None
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(3, 96, n).astype(np.int32) for n in (LONG - 600, 300, 300)]
+    pack = lay_out([0], [TokenizedPreference(ids[0], (ids[1], ids[2]), ((0, 1),), "x")], length=LONG)
+    sizes = {"hidden_size": 64, "head_dim": 16, "max_position_embeddings": LONG}
+
+    def computed(context):
+        policy = as_policy(tiny_model("llama", **sizes).to(ranks.device), head_chunk=256, attention="flex")
+        policy.context = context
+        inputs = policy.inputs(pack, ranks.device)
+        out = policy(inputs)[: inputs.num_scored]
+        out.sum().backward()
+        return out.detach().cpu(), {name: p.grad for name, p in policy.named_parameters()}
+
+    context = Context(ranks.context_group.group_name, dist.get_rank(ranks.context_group), 2)
+    got, gradients = computed(context)
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    if number == 0:
+        want, expected = computed(None)
+        worst = max(float((gradients[name] - one).norm() / one.norm()) for name, one in expected.items())
+        torch.save((float((got - want).abs().max()), worst), path)
+    dist.barrier()
+    leave_process_group()
+
+
+def test_a_preference_of_131072_tokens_divided_among_two_ranks_equals_one(tmp_path):
+    path = tmp_path / "found.pt"
+    processes.start_processes(_long_row, (environments(2), path), nprocs=2, start_method="spawn")
+    values, gradients = torch.load(path)
+    assert values < 1e-3
+    assert gradients < 1e-3
