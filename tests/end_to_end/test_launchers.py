@@ -67,7 +67,7 @@ def local(tmp_path_factory):
 
 def test_tandem_train_starts_its_own_ranks(local):
     folder, out = local
-    assert out.startswith("Loading torch and transformers (a few seconds)\nRun directory: run\nRanks: 2\n")
+    assert out.startswith("Loading torch and transformers (a few seconds)\nRun directory: run\nRanks: 2 (2 shards)\n")
     assert out.count("step 6/6 ") == 1
     assert len(metrics_of(folder / "run")) == 6
 
