@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # a sweep starts its processes w
 
 from run_directories import make_run
 
-from tandem.sweeping.child import stop_with_parent
+from tandem.launch.child import stop_with_parent
 
 STEPS = 4
 
@@ -27,6 +27,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(143))
     stop_with_parent()
     note = {"run": run.name, "pid": os.getpid(), "time": time.time(), "gpu": os.environ.get("CUDA_VISIBLE_DEVICES")}
+    note["launcher"] = os.environ.get("TANDEM_LAUNCHER")
     with Path(os.environ["STUB_NOTES"]).open("a") as notes:
         notes.write(json.dumps(note) + "\n")
     for step in range(1, STEPS + 1):

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from tandem.terminal.printable import scrubbed
 
+# Of a rank that tandem started and that lost another one: the process that started it reports which. Not seen by users.
+LOST_RANK_EXIT_CODE = 75
 MAX_QUOTED_CHARACTERS = 500  # of another library's message; some quote a whole file
 
 

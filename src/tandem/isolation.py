@@ -13,9 +13,14 @@ NO_TELEMETRY = {
 }
 # The same as python -P, for all child processes that run Python.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+# Variables that tandem sets for a process that it starts.
+LAUNCHER = "TANDEM_LAUNCHER"  # what started this process, which starts no ranks itself: local, ray, slurm or sweep
+STORE_FD = "TANDEM_STORE_FD"  # of the first rank: an open socket on which its store listens
+GPU_INDEX = "TANDEM_GPU_INDEX"  # the GPU of this rank among those that it sees, if not that of its local rank
+OF_TANDEM = (LAUNCHER, STORE_FD, GPU_INDEX, "TANDEM_FAIL_AT")
 # Beginnings of the names of variables that a separate process does not get: it is not a rank of this run, and must not fail
 # where tests make this run fail.
-OF_THIS_PROCESS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TANDEM_FAIL_AT")
+OF_THIS_PROCESS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", *OF_TANDEM)
 
 
 def isolated_environment() -> dict[str, str]:

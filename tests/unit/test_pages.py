@@ -182,7 +182,8 @@ def test_the_page_on_commands_has_every_command_and_option():
     options = {
         (command, max(option.opts, key=len))
         for command, known in commands.items()
-        for option in known.params
+        for one in (known, *getattr(known, "commands", {}).values())  # tandem launch has commands of its own
+        for option in one.params
         if option.param_type_name == "option" and option.opts != ["--help"]
     }
     shown = {

@@ -9,6 +9,8 @@ from tandem.api.result import TrainResult, read_result
 from tandem.api.rows import Rows, store_rows, with_places
 from tandem.config.load import EMBEDDED_DEFAULT, LoadedConfig, Overrides, load_config, require_training_set
 from tandem.errors import AlreadyReportedError, ConfigError, StoppedError, TandemError
+from tandem.launch.choose import check_python_call
+from tandem.launch.srun import adopt_srun_variables
 from tandem.paths import check_run
 from tandem.report.reporter import Reporter, Verbosity
 from tandem.training.run.callbacks import Callback, Callbacks, check_callbacks
@@ -49,13 +51,16 @@ def train(
     verbosity: silent, quiet (warnings and where the results are), normal (as `tandem train`) or verbose.
     allow_env, allow_code: what a YAML file may do, as the options of `tandem train`.
 
-    Uses one GPU if there is one, or the CPU; started by torchrun, all ranks. Errors are subclasses of `tandem.TandemError`.
+    Uses one GPU if there is one, or the CPU; started by torchrun or srun, all ranks. Errors are subclasses of
+    `tandem.TandemError`.
     """
     check_callbacks(callbacks)
     loaded, files = _load(config, rows, validation_rows, loss, allow_env, allow_code=allow_code)
     file = None if per_pair is None else Path(per_pair)
     with own_process("tandem.train", loaded):
         try:
+            adopt_srun_variables()
+            check_python_call(loaded.config.cluster)
             require_training_set(loaded.config)
             check_run(loaded, fresh=fresh, per_pair=file)
             return _train(loaded, Callbacks(callbacks), verbosity, fresh=fresh, per_pair=file)

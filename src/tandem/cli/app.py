@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from tandem.report.reporter import Reporter
 
 
+ARGUMENTS = "tandem.arguments"  # in the context of a command: everything after `tandem` on the command line
+
+
 class Interrupted(Exception):
     """The user pressed Ctrl-C. The message says what happened to the command's files; it may be empty."""
 
@@ -29,6 +32,10 @@ class CommandGroup(TyperGroup):
     def list_commands(self, ctx: typer.Context) -> list[str]:
         return [name for name in HELP_ORDER if name in self.commands]
 
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        ctx.meta[ARGUMENTS] = list(args)
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: typer.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -37,7 +44,7 @@ class CommandGroup(TyperGroup):
 
 
 HELP_ORDER = (
-    *("train", "sweep", "eval", "report", "watch", "runs", "generate", "chat", "export"),
+    *("train", "launch", "sweep", "eval", "report", "watch", "runs", "generate", "chat", "export"),
     *("plan", "doctor", "inspect", "prepare", "config", "fail-points"),
 )
 LOADING_MESSAGE = "Loading torch and transformers (a few seconds)"
@@ -129,7 +136,7 @@ def with_bar(what: str, reporter: "Reporter") -> Callable[[list[Path]], Iterator
 
 
 def is_distributed() -> bool:
-    """Whether this process is one of several ranks that torchrun started."""
+    """Whether this process is one of several ranks that a launcher started."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 

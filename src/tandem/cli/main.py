@@ -13,6 +13,7 @@ from tandem.cli import (  # noqa: F401
     fail_points,
     generate,
     inspect,
+    launch,
     plan,
     prepare,
     report,
@@ -22,15 +23,24 @@ from tandem.cli import (  # noqa: F401
     watch,
 )
 from tandem.cli.app import Interrupted, app, is_distributed
-from tandem.errors import AlreadyReportedError, DiskError, StoppedError, TandemError, Terminated, full_disk
-from tandem.isolation import isolated
+from tandem.errors import (
+    LOST_RANK_EXIT_CODE,
+    AlreadyReportedError,
+    DiskError,
+    StoppedError,
+    TandemError,
+    Terminated,
+    full_disk,
+)
+from tandem.isolation import LAUNCHER, isolated
+from tandem.launch.srun import is_in_step
 from tandem.terminal.streams import print_error, print_traceback, watched_streams
 
 
 def main() -> None:
     """Run the command that the arguments name. User errors end in one message and an exit code, without a traceback."""
     sys.excepthook = print_traceback
-    if is_distributed():
+    if is_distributed() or is_in_step():
         # If a rank ends, torch prints C++ stack traces before tandem says what happened.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with isolated(), watched_streams():
@@ -53,10 +63,12 @@ def _run_command() -> None:
     except TandemError as error:
         _fail(error)
     except Terminated:
-        print("tandem: stopped by SIGTERM", file=sys.stderr)
+        if not _is_other_rank():
+            print("tandem: stopped by SIGTERM", file=sys.stderr)
         _exit(143)
     except (Interrupted, KeyboardInterrupt) as error:
-        print(f"tandem: interrupted{error}", file=sys.stderr)
+        if not _is_other_rank():
+            print(f"tandem: interrupted{error}", file=sys.stderr)
         _exit(130)
     except Exception as error:
         if full := full_disk(error):
@@ -66,6 +78,8 @@ def _run_command() -> None:
                 )
             )
         if _is_lost_rank(error):
+            if os.environ.get(LAUNCHER) in ("local", "ray"):
+                _exit(LOST_RANK_EXIT_CODE)  # the process that started this one says which rank ended, and why
             _fail(
                 TandemError(
                     f"{_lost_rank()}, so this one cannot continue. Checkpoints saved before are intact; run the same "
@@ -73,6 +87,11 @@ def _run_command() -> None:
                 )
             )
         raise
+
+
+def _is_other_rank() -> bool:
+    """Whether this is a rank after the first, and tandem sends signals to all of them: then the first one reports."""
+    return os.environ.get(LAUNCHER) in ("local", "ray") and os.environ.get("RANK", "0") != "0"
 
 
 def _lost_rank() -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tandem.cli.app import (
+    ARGUMENTS,
     LOADING_MESSAGE,
     AllowCode,
     AllowEnv,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 @app.command()
 def train(
+    context: typer.Context,
     overrides: Overrides = None,
     config: ConfigFile = None,
     allow_env: AllowEnv = None,
@@ -62,8 +64,13 @@ def train(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print more details about the run.")] = False,
 ) -> None:
     """Train a model on preferences. Without arguments, train a tiny model on the bundled pairs."""
-    from tandem.paths import check_resumed
+    from tandem.config.load import load_config, require_training_set
+    from tandem.launch.choose import choose_launcher, num_local_ranks, started_by
+    from tandem.launch.local import train_on_ranks
+    from tandem.launch.srun import adopt_srun_variables
+    from tandem.paths import check_resumed, check_run
 
+    adopt_srun_variables()
     continue_without_reader("tandem: standard output was closed. The run continues without it.")
     if resume is not None:
         if config is not None or fresh:
@@ -72,40 +79,39 @@ def train(
         config, overrides = f"{resume}/config.yaml", [*(overrides or []), override("run.dir", resume)]
     per_pair_file = Path(per_pair) if per_pair else None
     with _reported_once_per_machine():
-        loaded = _load_checked(
-            config,
-            overrides or [],
-            allow_env or [],
-            fresh=fresh,
-            per_pair=per_pair_file,
-            allow_code=allow_code,
-            from_format=from_format,
+        loaded = load_config(config, overrides or [], allow_env or [], allow_code=allow_code, from_format=from_format)
+        require_training_set(loaded.config)
+        launcher = choose_launcher(loaded.config.cluster)
+        # Another trainer's batch size may be that of one rank. Only the ranks can compare it with that of a run to resume.
+        ranks_check = loaded.translation is not None and (
+            launcher == "ray" or (launcher == "local" and num_local_ranks(loaded) > 1)
         )
+        if not ranks_check:
+            check_run(loaded, fresh=fresh, per_pair=per_pair_file)
     silent = quiet or (as_json and not verbose)
-    if not silent and os.environ.get("RANK", "0") == "0":
+    is_first = os.environ.get("RANK", "0") == "0" and started_by() not in ("local", "ray")  # who has printed it already
+    if not silent and is_first:
         print(LOADING_MESSAGE, flush=True, file=sys.stderr if as_json else sys.stdout)
+    if launcher == "local" and (num_ranks := num_local_ranks(loaded)) > 1:
+        train_on_ranks(context.meta[ARGUMENTS], num_ranks)
+        return
+    if launcher == "ray":
+        from tandem.launch.ray_train import train_with_ray
+
+        train_with_ray(_restartable(context.meta[ARGUMENTS], loaded, fresh=fresh), loaded.config.cluster)
+        return
     verbosity: Verbosity = "quiet" if silent else "verbose" if verbose else "normal"
     _train_and_leave_group(loaded, verbosity, as_json=as_json, fresh=fresh, per_pair=per_pair_file)
 
 
-def _load_checked(
-    config: str | None,
-    overrides: list[str],
-    allow_env: list[str],
-    *,
-    fresh: bool,
-    per_pair: Path | None,
-    allow_code: bool,
-    from_format: str | None,
-) -> "LoadedConfig":
-    """Load the configuration, and check everything that can be checked without torch."""
-    from tandem.config.load import load_config, require_training_set
-    from tandem.paths import check_run
+def _restartable(arguments: list[str], loaded: "LoadedConfig", *, fresh: bool) -> list[str]:
+    """Return arguments that resume the run when they are used again: --fresh would start another one."""
+    if not fresh:
+        return arguments
+    from tandem.training.run.directory import choose_run_dir
 
-    loaded = load_config(config, overrides, allow_env, allow_code=allow_code, from_format=from_format)
-    require_training_set(loaded.config)
-    check_run(loaded, fresh=fresh, per_pair=per_pair)
-    return loaded
+    run = choose_run_dir(loaded, fresh=True)
+    return [*(one for one in arguments if one != "--fresh"), override("run.dir", str(run))]
 
 
 @contextmanager

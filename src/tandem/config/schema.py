@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from tandem.columns import COLUMNS
 from tandem.config.losses import needs_reference, scope_of, spelled, unsupported_column, without_reference
 from tandem.config.sections.checkpointing import Checkpointing
+from tandem.config.sections.cluster import Cluster
 from tandem.config.sections.datasets import Data
 from tandem.config.sections.dpo import Dpo
 from tandem.config.sections.logger import Logger
@@ -83,10 +84,6 @@ class Export(Section):
     )
 
 
-class Cluster(Section):
-    """Reserved for devices and machines. Has no keys yet."""
-
-
 class Config(Section):
     """The complete configuration of a run."""
 
@@ -99,7 +96,7 @@ class Config(Section):
     checkpointing: Checkpointing = Field(default=Checkpointing(), description="checkpoints")
     export: Export = Field(default=Export(), description="the exported model")
     logger: Logger = Field(default=Logger(), description="trackers")
-    cluster: Cluster = Field(default=Cluster(), description="reserved")
+    cluster: Cluster = Field(default=Cluster(), description="machines, GPUs and the launcher")
 
     @model_validator(mode="after")
     def _check_reference_mode(self) -> "Config":

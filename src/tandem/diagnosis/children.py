@@ -28,6 +28,7 @@ ONE_STEP = (
     "dpo.val_period=0",
     "dpo.val_at_start=false",
     "dpo.val_at_end=false",
+    "cluster.gpus_per_node=1",
 )
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import IO
 
 from tandem.errors import CheckpointError
-from tandem.isolation import isolated_environment
+from tandem.isolation import LAUNCHER, isolated_environment
 from tandem.runs import status_of
 from tandem.storage.ownership import open_own
 from tandem.training.run.stopping import SIGNALS, Stopping
 
-COMMAND = (sys.executable, "-P", "-m", "tandem.sweeping.child")
+COMMAND = (sys.executable, "-P", "-m", "tandem.launch.child")
 POLL_SECONDS = 0.1
 # Of a run that was asked to stop; negative before it handles signals.
 STOPPED_EXIT_CODES = (*SIGNALS.values(), *(-one for one in SIGNALS))
@@ -37,6 +37,7 @@ class Task:
     arguments: Sequence[str]
     run: Path
     log: Path
+    on_one_gpu: bool = True  # otherwise the run starts ranks on as many GPUs as its configuration asks for
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,8 @@ def train_all(
 def _start(task: Task, slot: int, environments: Sequence[Mapping[str, str]], stopping: Stopping) -> _Child:
     _wait_until_free(task.run, stopping)
     task.log.parent.mkdir(exist_ok=True)
-    environment = {**isolated_environment(), "PYTHONUNBUFFERED": "1", **environments[slot]}
+    alone = {LAUNCHER: "sweep"} if task.on_one_gpu else {}
+    environment = {**isolated_environment(), "PYTHONUNBUFFERED": "1", **environments[slot], **alone}
     with open_own(task.log, "ab") as log:
         begin = log.tell()
         process = subprocess.Popen(

@@ -44,6 +44,19 @@ def choose_environments(configs: Sequence[Config], parallel: int | None) -> list
     return [{VISIBLE: gpus.names[slot % len(gpus.names)]} for slot in range(max(1, fitting))]
 
 
+def uses_several_gpus(config: Config) -> bool:
+    """Whether a run of a sweep uses several GPUs. By default it uses one, so that several runs can be trained at a time."""
+    return config.cluster.gpus_per_node not in ("all", 1)
+
+
+def refuse_parallel(configs: Sequence[Config], parallel: int | None) -> None:
+    """Raise ConfigError if runs that use several GPUs would be trained at the same time."""
+    if parallel is not None and parallel > 1 and any(uses_several_gpus(config) for config in configs):
+        raise ConfigError(
+            f"--parallel {parallel}: a run with cluster.gpus_per_node above 1 is trained alone. Leave out one of them."
+        )
+
+
 def _num_fitting(needs: Sequence[float], memory: int) -> int:
     """Return how many of the largest runs fit on one GPU together."""
     from tandem.training.memory import USABLE_SHARE

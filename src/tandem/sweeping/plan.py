@@ -134,6 +134,12 @@ def _load_checked(one: Combination, config: str | None, reading: Reading) -> Loa
         if value is not None:
             reason = NOT_SWEPT.get(key, "this limit is of a single run; a signal, such as SIGTERM, stops a sweep")
             raise ConfigError(f"{key} = {value}: {reason}. Set {key}=null.")
+    cluster = loaded.config.cluster
+    if cluster.num_nodes > 1 or cluster.launcher not in ("auto", "local"):
+        raise ConfigError(
+            f"cluster.num_nodes = {cluster.num_nodes}, cluster.launcher = {cluster.launcher}: a sweep trains its runs on this "
+            "machine. Set cluster.num_nodes=1 cluster.launcher=auto."
+        )
     check_paths(loaded.config)
     return loaded
 

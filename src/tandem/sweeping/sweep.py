@@ -12,7 +12,7 @@ from tandem.report.reporter import Reporter
 from tandem.runs import Run
 from tandem.storage.ownership import remove_abandoned
 from tandem.sweeping.children import LOGS, Ended, Task, train_all
-from tandem.sweeping.parallel import choose_environments
+from tandem.sweeping.parallel import choose_environments, refuse_parallel, uses_several_gpus
 from tandem.sweeping.plan import Reading, SweepPlan, choose_folder, make_plan, write_plan
 from tandem.sweeping.records import SweepResult, SweepRun, measured, read_runs
 from tandem.training.run.directory import SWEEP_FILE, is_finished, locked
@@ -60,7 +60,9 @@ def run_plan(
     if dry_run:
         return SweepResult(folder=folder, swept=plan.swept, runs=tuple(runs))
     unfinished = [one for one, run in zip(plan.runs, runs, strict=True) if run.status != "finished"]
-    environments = choose_environments([one.loaded.config for one in unfinished], parallel)
+    configs = [one.loaded.config for one in unfinished]
+    refuse_parallel(configs, parallel)
+    environments = choose_environments(configs, 1 if any(map(uses_several_gpus, configs)) else parallel)
     with locked(folder, "--out"):
         remove_abandoned(folder, SWEEP_FILE.replace(".", r"\."), PAGE.replace(".", r"\."), is_held=True)
         write_plan(plan, folder)
@@ -98,6 +100,7 @@ class _Training:
                 arguments=self._plan.train_arguments(one, self._folder),
                 run=self._folder / one.name,
                 log=self._states[one.name].log,
+                on_one_gpu=not uses_several_gpus(one.loaded.config),
             )
             for one in self._plan.runs
             if self._states[one.name].status != "finished"

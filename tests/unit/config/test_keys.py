@@ -91,8 +91,7 @@ def test_the_list_of_keys_covers_the_schema():
     # data.train is a dataset or a list of datasets: it has a row, and is a section.
     named = {key.name for key in all_keys()} - {"data.train"}
     sections = key_names() - named
-    empty = {"cluster"}  # a section without keys so far
-    assert set(leaves(Config().model_dump())) - empty == named
+    assert set(leaves(Config().model_dump())) == named
 
 
 def test_the_docs_list_every_schedule_with_its_settings_and_defaults():

@@ -411,6 +411,13 @@ def test_hydras_groups_are_for_files_of_other_trainers(tmp_path):
     )
 
 
+@pytest.mark.parametrize(("devices", "expected"), [(8, 8), (-1, "all"), ("auto", "all"), ("4", 4)])
+def test_devices_and_nodes(tmp_path, devices, expected):
+    (tmp_path / "gpt_dpo.yaml").write_text(yaml.safe_dump({**FULL, "trainer": {**FULL["trainer"], "devices": devices}}))
+    cluster = load_config(tmp_path / "gpt_dpo.yaml").config.cluster
+    assert (cluster.gpus_per_node, cluster.num_nodes) == (expected, 2)
+
+
 def test_hydras_lists_name_files_without_their_ending_and_end_in_the_file_itself(tmp_path):
     (tmp_path / "gpt_dpo.yaml").write_text(yaml.safe_dump(FULL))
     child = {"defaults": ["gpt_dpo", "_self_"], "model": {"seed": 7}}

@@ -181,6 +181,8 @@ def test_every_key_is_translated_as_documented(load):
     assert config.data.validation is not None
     assert config.data.validation.split == "validation"
     assert config.logger.wandb.project == "mine"
+    assert found["cluster.gpus_per_node"] == ("same", {"cluster.gpus_per_node": 8})
+    assert (config.cluster.gpus_per_node, config.cluster.num_nodes) == (8, 2)
 
 
 def test_a_megatron_configuration_uses_its_own_optimizer_and_schedule(load):
@@ -236,7 +238,7 @@ def test_overrides_may_be_in_their_names_and_in_tandems(load):
         (["dpo.sft_loss_weight=0.1"], "dpo.sft_loss_weight", 0.1),
         (["dpo.preference_average_log_probs=True"], "dpo.sft_average_log_probs", True),  # the file refers to it
         (['logger.wandb.name="dpo-dev-8-gpu"'], "logger.wandb.name", "dpo-dev-8-gpu"),
-        (["cluster.gpus_per_node=8"], "policy.model_name", "org/model"),
+        (["cluster.gpus_per_node=4"], "cluster.gpus_per_node", 4),
         (["policy.dtensor_cfg.lora_cfg.enabled=false"], "policy.lora.enabled", False),
         (["++policy.dtensor_cfg.lora_cfg.dim=4"], "policy.lora.dim", 4),
         (["++policy.megatron_cfg.use_fused_linear_logprobs=true"], "policy.model_name", "org/model"),
@@ -267,6 +269,13 @@ def test_without_a_file_the_values_of_their_own_apply():
     assert (policy.model_name, policy.train_global_batch_size) == ("meta-llama/Llama-3.2-1B-Instruct", 128)
     assert (loaded.config.dpo.max_num_steps, loaded.config.dpo.sft_loss_weight) == (150, 0.1)
     assert loaded.config.data.validation.split == "validation"
+
+
+def test_the_section_cluster_alone_does_not_make_a_file_theirs(tmp_path):
+    """Both have these keys. Keys that tandem does not have are unknown, not without effect."""
+    (tmp_path / "own.yaml").write_text("cluster: {gpus_per_node: 2, num_nodes: 1}\nrun: {seeed: 3}\n")
+    with pytest.raises(ConfigError, match=r"Did you mean run\.seed\?"):
+        load_config(tmp_path / "own.yaml")
 
 
 def test_inheritance_and_deletion_work_across_files(tmp_path):

@@ -160,6 +160,6 @@ def test_keys_in_an_unknown_section_get_one_suggestion_each():
 
 def test_an_unknown_section_without_known_names_is_reported_once():
     assert refusal("megatron_cfg={a: 1, b: {c: 2}}") == (
-        "command line: unknown key megatron_cfg. Not needed; several GPUs share the model: torchrun --nproc-per-node N "
-        "--no-python tandem train (docs/workers.md). `tandem config` lists all keys."
+        "command line: unknown key megatron_cfg. Not needed; tandem train uses every GPU of the machine, and the GPUs share "
+        "the model (docs/cluster.md). `tandem config` lists all keys."
     )

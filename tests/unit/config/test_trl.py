@@ -237,6 +237,14 @@ def test_the_batch_counts_devices_accumulation_and_ranks(load, monkeypatch):
     assert note_of(translation, "per_device_train_batch_size") == "2 per device x 8 of accumulation x 4 ranks"
     launched = load({**tree, "num_processes": 2, "accelerate_config": "zero3"}).translation  # accelerate's launcher
     assert note_of(launched, "num_processes") == "2 per device x 8 of accumulation x 2 ranks"
+    assert outcomes(launched)["num_processes"][1] == {
+        "policy.train_global_batch_size": 32,
+        "cluster.gpus_per_node": 2,
+    }
+    machines = load({**tree, "num_processes": 8, "num_machines": 2}).config.cluster
+    assert (machines.num_nodes, machines.gpus_per_node) == (2, 4)
+    with pytest.raises(ConfigError, match="3 processes on 2 machines: tandem starts as many ranks on each machine"):
+        load({**tree, "num_processes": 3, "num_machines": 2})
     by_default = load(DATA).translation
     assert outcomes(by_default)["policy.train_global_batch_size"] == ("default", {"policy.train_global_batch_size": 32})
     assert note_of(by_default, "policy.train_global_batch_size") == "8 per device x 1 of accumulation x 4 ranks"

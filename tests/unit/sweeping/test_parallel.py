@@ -90,3 +90,15 @@ def test_the_gpu_of_a_slot_is_the_only_one_that_its_run_sees(tmp_path, monkeypat
     monkeypatch.setenv("STUB_SECONDS", "0.1")
     sweep(["run.seed=1,2"], out=tmp_path / "s")
     assert [json.loads(line)["gpu"] for line in (tmp_path / "notes.jsonl").read_text().splitlines()] == ["4", "6"]
+
+
+def test_a_run_on_several_gpus_is_trained_alone():
+    several = load_config(None, ["cluster.gpus_per_node=2"]).config
+    assert [parallel.uses_several_gpus(config) for config in (CONFIGS[0], several)] == [False, True]
+    parallel.refuse_parallel([several], 1)
+    parallel.refuse_parallel(CONFIGS, 4)
+    with pytest.raises(ConfigError) as refused:
+        parallel.refuse_parallel([*CONFIGS, several], 2)
+    assert str(refused.value) == (
+        "--parallel 2: a run with cluster.gpus_per_node above 1 is trained alone. Leave out one of them."
+    )

@@ -352,6 +352,27 @@ def test_a_sweep_that_is_running_is_not_started_twice(tmp_path):
         )
 
 
+@pytest.mark.parametrize(("override", "launcher"), [("run.name=x", "sweep"), ("cluster.gpus_per_node=2", None)])
+def test_a_run_uses_one_gpu_unless_asked_for_more(tmp_path, override, launcher):
+    """A process that a launcher started does not start ranks itself. Without the variable, a run starts what it asks for."""
+    sweep(["run.seed=1,2", override])
+    notes = [json.loads(line) for line in (tmp_path / "notes.jsonl").read_text().splitlines()]
+    assert [note["launcher"] for note in notes] == [launcher] * 2
+
+
+@pytest.mark.parametrize(
+    ("override", "shown"),
+    [("cluster.num_nodes=2", "2, cluster.launcher = auto"), ("cluster.launcher=ray", "1, cluster.launcher = ray")],
+)
+def test_a_sweep_trains_on_this_machine(override, shown):
+    with pytest.raises(ConfigError) as refused:
+        sweep(["run.seed=1,2", override])
+    assert str(refused.value) == (
+        f"run 1 of 2, run.seed=1: cluster.num_nodes = {shown}: a sweep trains its runs on this machine. Set cluster.num_nodes=1 "
+        "cluster.launcher=auto."
+    )
+
+
 def test_torchrun_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(cli, "is_distributed", lambda: False)  # or the process would end without cleaning up

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tandem.config.sections.parallel import DEFAULT_PARALLEL, Parallel
 from tandem.errors import AlreadyReportedError, ConfigError, MachineError, TandemError
+from tandem.isolation import GPU_INDEX, STORE_FD
 from tandem.model.distributed import shared_gpu
 from tandem.model.distributed.mesh import SINGLE_RANK_MESH, MeshShape, mesh_shape
 from tandem.model.distributed.presence import end_signs, note_wait, start_signs
@@ -189,12 +190,12 @@ def compute_deterministically() -> None:
 
 
 def join_process_group(parallel: Parallel = DEFAULT_PARALLEL) -> Ranks:
-    """Join the process group of the ranks that torchrun started. Without torchrun, create a group of this process alone."""
+    """Join the process group of the ranks that a launcher started. Without a launcher, create a group of this process alone."""
     shape = mesh_shape(parallel, int(os.environ.get("WORLD_SIZE", 1)))
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        index = 0 if shared_gpu.is_shared() else local
+        index = 0 if shared_gpu.is_shared() else int(os.environ.get(GPU_INDEX, local))
         if index >= torch.cuda.device_count():
             raise ConfigError(
                 f"local rank {local} has no GPU: this machine has {torch.cuda.device_count()}. Start at most one rank per GPU "
@@ -258,6 +259,8 @@ def loopback_store(timeout: timedelta) -> dist.Store | None:
 
 
 def _listen(address: str, port: int) -> socket.socket:
+    if (given := os.environ.get(STORE_FD)) is not None:  # bound by the process that started this rank
+        return socket.socket(fileno=int(given))
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)

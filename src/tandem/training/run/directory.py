@@ -60,6 +60,7 @@ MAY_CHANGE = (
     "checkpointing.",
     "export.",
     "logger.",
+    "cluster.",
 )
 # Keys that may not change if the learning-rate schedule spans the run, because they change the rate of every step.
 LENGTH_KEYS = ("dpo.max_num_steps", "dpo.max_num_epochs")

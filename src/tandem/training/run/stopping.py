@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from tandem.errors import StoppedError, Terminated
+from tandem.isolation import LAUNCHER
 
 # SIGHUP is sent when a terminal closes; SIGUSR1 by job schedulers shortly before the time limit.
 SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129, signal.SIGUSR1: 138}
@@ -84,8 +85,8 @@ def stopped_by_signals(
     """A context in which Ctrl-C, SIGTERM and similar signals request a stop. A second signal ends the process at once.
 
     `alone`: whether there is only one rank. With several ranks, a second signal is ignored, because torchrun forwards signals
-    that the ranks have already received. `prints`: whether this rank prints the message. `saves`: whether the run saves
-    checkpoints.
+    that the ranks have already received; tandem, if it started the ranks, kills them instead. `prints`: whether this rank prints
+    the message. `saves`: whether the run saves checkpoints.
     """
     if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         yield
@@ -99,7 +100,8 @@ def stopped_by_signals(
             raise Terminated
         if prints:
             first = "finished and saved" if saves else "finished"
-            again = " A second signal stops at once." if alone else ""
+            stops = alone or os.environ.get(LAUNCHER) in ("local", "ray")
+            again = " A second signal stops at once." if stops else ""
             with suppress(OSError):  # the terminal may be gone
                 start = "\n" if os.isatty(2) else ""  # the cursor may be at the end of a progress bar, or of ^C
                 os.write(2, f"{start}tandem: stopping after the current step is {first}.{again}\n".encode())

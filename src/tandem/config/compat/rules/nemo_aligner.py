@@ -279,11 +279,20 @@ def run_folder(key: str, value: Any, given: Given) -> Outcome:
     return translated({"run.dir": f"{str(value).rstrip('/')}/{given.get('exp_manager.name', 'default')}"})
 
 
+def devices(key: str, value: Any, given: Given) -> Outcome:
+    """Lightning's devices: a number, -1 or auto for all, or a list of their numbers."""
+    if value in (-1, "-1", "auto"):
+        return translated({"cluster.gpus_per_node": "all"})
+    if isinstance(value, list):
+        return refused("Set trainer.devices to their number, and choose them with CUDA_VISIBLE_DEVICES.")
+    return translated({"cluster.gpus_per_node": int(value) if isinstance(value, str) else value})
+
+
 RULES = {
     f"aligner_{rule.__name__}": rule
     for rule in (
         *(model_folder, max_steps, train_batches, val_batches, val_period, gradient_clipping),
-        *(saving, tracked_metric, metric_direction, run_folder),
+        *(saving, tracked_metric, metric_direction, run_folder, devices),
         *(data_files, splits, length_limit, old_average, schedule, lora_size, lora_dropout, lora_layers),
     )
 }

@@ -28,7 +28,17 @@ def global_batch(key: str, value: Any, given: Given) -> Outcome:
     if not all(isinstance(one, int) and one > 0 for one in (per_device, accumulated, ranks)):
         return refused(f"{BATCH_KEYS} must be whole numbers above 0.")
     note = f"{per_device} per device x {accumulated} of accumulation x {ranks} rank{'s' if ranks > 1 else ''}"
-    return translated({"policy.train_global_batch_size": per_device * accumulated * ranks}, note)
+    settings = {"policy.train_global_batch_size": per_device * accumulated * ranks}
+    if key == "num_processes":
+        machines = given.get("num_machines") or 1
+        if ranks % machines:
+            return refused(f"{ranks} processes on {machines} machines: tandem starts as many ranks on each machine.")
+        settings["cluster.gpus_per_node"] = ranks // machines
+    return translated(settings, note)
+
+
+def machines(key: str, value: Any, given: Given) -> Outcome:
+    return no_effect("It is not set.") if value is None else translated({"cluster.num_nodes": value})
 
 
 def max_steps(key: str, value: Any, given: Given) -> Outcome:
@@ -225,7 +235,7 @@ RULES = {
     for rule in (
         *(global_batch, max_steps, epochs, betas, weight_decay, gradient_norm, schedule),
         *(validation_period, save_period, kept_checkpoints, best_metric),
-        *(trackers, tracker_run, wandb_variable, output_length),
+        *(trackers, tracker_run, wandb_variable, output_length, machines),
         *trl_losses.RULES,
         *trl_data.RULES,
     )
