@@ -643,7 +643,7 @@ def test_every_section_is_frozen_and_refuses_unknown_keys():
             inner = type(field.default) if field.default is not None else None
             if isinstance(inner, type) and issubclass(inner, type(Config()).__mro__[1]):
                 found.append(inner)
-    assert len(found) == 21
+    assert len(found) == 22
     assert all(s.model_config.get("frozen") and s.model_config.get("extra") == "forbid" for s in found)
 
 

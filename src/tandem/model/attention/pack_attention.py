@@ -172,26 +172,7 @@ def attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention in a pack. The arguments are [rows, heads, length, dim]; the result is [rows, length, heads, dim]."""
-    if pack is None:
-        raise TandemError(
-            "this model's layers do not pass the pack's mask on to attention. Train it with policy.packing.mode=none."
-        )
-    if attention_mask is not None:
-        raise TandemError(
-            "this model's attention uses its own mask, which packing does not support. Train it with "
-            "policy.packing.mode=none."
-        )
-    for name, given in others.items():
-        if given is not None and name not in IGNORED_ARGUMENTS:
-            raise TandemError(
-                f"this model's attention takes the argument {name}, which packing does not support. "
-                "Train it with policy.packing.mode=none."
-            )
-    if sliding_window not in pack.masks:
-        raise TandemError(
-            f"this model's attention has a window of {sliding_window} tokens that is not in its configuration. Train it with "
-            "policy.packing.mode=none."
-        )
+    pack = _checked(pack, attention_mask, sliding_window, others)
     if _calls is not None:
         _calls.append(sliding_window)
         # Nothing is computed: uncompiled, FlexAttention would fill the memory with the scores of full rows.
@@ -219,6 +200,33 @@ def attend(
         )
     out = out if context is None else to_columns(out, context)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _checked(
+    pack: PackMask | None, attention_mask: Tensor | None, sliding_window: int | None, others: dict[str, Any]
+) -> PackMask:
+    """Return the pack's mask. Raise TandemError if the model's attention does something that packs do not support."""
+    if pack is None:
+        raise TandemError(
+            "this model's layers do not pass the pack's mask on to attention. Train it with policy.packing.mode=none."
+        )
+    if attention_mask is not None:
+        raise TandemError(
+            "this model's attention uses its own mask, which packing does not support. Train it with "
+            "policy.packing.mode=none."
+        )
+    for name, given in others.items():
+        if given is not None and name not in IGNORED_ARGUMENTS:
+            raise TandemError(
+                f"this model's attention takes the argument {name}, which packing does not support. "
+                "Train it with policy.packing.mode=none."
+            )
+    if sliding_window not in pack.masks:
+        raise TandemError(
+            f"this model's attention has a window of {sliding_window} tokens that is not in its configuration. Train it with "
+            "policy.packing.mode=none."
+        )
+    return pack
 
 
 def _tree_by_tree(

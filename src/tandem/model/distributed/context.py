@@ -17,7 +17,7 @@ from torch import Tensor
 from tandem.errors import ConfigError
 
 # torch has no public function that finds a group by its name; compiled layers can hold a name, but not a group.
-_find_group = dist.distributed_c10d._resolve_process_group
+_find_group: Any = dist.distributed_c10d._resolve_process_group
 
 
 @dataclass(frozen=True, slots=True)

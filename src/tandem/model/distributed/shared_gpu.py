@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 
 VARIABLE = "TANDEM_SHARE_GPU"
@@ -30,12 +29,16 @@ def register() -> str:
     return BACKEND
 
 
-class SharedGpuGroup(dist.ProcessGroup):
+_c10d: Any = torch._C._distributed_c10d
+_Group: Any = dist.ProcessGroup  # names its arguments differently from version to version
+
+
+class SharedGpuGroup(_Group):
     """Runs each collective operation over gloo, on copies in host memory. The caller waits until it is done."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
         super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._count, self._number, self._name = size, rank, ""
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
@@ -146,4 +149,4 @@ def _done(result: Any) -> Any:
     """Return the handle of an operation that is done."""
     future: Future[Any] = Future()
     future.set_result(result)
-    return _create_work_from_future(future)
+    return _c10d._create_work_from_future(future)
