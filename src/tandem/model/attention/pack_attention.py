@@ -63,6 +63,7 @@ class PackMask:
         self.masks = masks
         self.kind = kind
         self.block = block  # block size of FlexAttention
+        self.segments: Any = None  # of the pack, for recurrent layers (recurrent/layers.py)
 
 
 def make_mask(
