@@ -1,9 +1,15 @@
-"""Tiny random models with recurrent layers, of every type that can be packed."""
+"""Tiny random models with recurrent layers, of every type that can be packed, computed in packs and for each sequence alone."""
 
 from typing import Any
 
+import numpy as np
 import torch
-from models import tiny_model
+from models import VOCABULARY, plain_token_logps, tiny_model
+
+from tandem.data.text.tokens import TokenizedPreference
+from tandem.packing.layout import join, lay_out
+
+WEIGHTS = torch.randn(1000, generator=torch.Generator().manual_seed(1))  # of log-probabilities in a loss
 
 LINEAR = {
     "num_hidden_layers": 3,
@@ -101,3 +107,50 @@ def tiny_hybrid(architecture: str, **changes: Any) -> Any:
             if name.endswith("A_log"):
                 parameter.copy_(torch.linspace(-3, -1, parameter.numel()).view_as(parameter))
     return model
+
+
+def preference(rng, prompt, *completions):
+    def ids(length):
+        return rng.integers(3, VOCABULARY, length).astype(np.int32)
+
+    return TokenizedPreference(ids(prompt), tuple(ids(length) for length in completions), ((0, 1),), "test:1")
+
+
+def two_rows():
+    """Prompts shorter than a convolution and longer than a chunk of 64 tokens, answers of one token, 2 to 4 completions."""
+    rng = np.random.default_rng(0)
+    first = [preference(rng, 1, 1, 5), preference(rng, 70, 66, 1, 3), preference(rng, 3, 2, 2, 9, 4)]
+    return first, [preference(rng, 10, 30, 1), preference(rng, 2, 1, 2)]
+
+
+def packed_rows(rows, arrangement="shared", length=256):
+    return join([lay_out(range(len(row)), row, length=length, arrangement=arrangement) for row in rows])
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def computed(model, policy, pack):
+    model.zero_grad()
+    inputs = policy.inputs(pack, model.device)
+    logps = policy(inputs)[: inputs.num_scored]
+    (logps * WEIGHTS[: len(logps)].to(logps)).sum().backward()
+    return logps.detach(), gradients(model)
+
+
+def alone(model, rows):
+    """Each sequence alone, by the model's own eager forward."""
+    model.zero_grad()
+    logps = torch.cat([one for row in rows for preference in row for one in plain_token_logps(model, preference)])
+    (logps * WEIGHTS[: len(logps)].to(logps)).sum().backward()
+    return logps.detach(), gradients(model)
+
+
+def logp_difference(found, wanted):
+    return float((found[0] - wanted[0]).abs().max())
+
+
+def gradient_difference(found, wanted):
+    assert found[1].keys() == wanted[1].keys()
+    return max(float((found[1][name] - one).norm() / (one.norm() + 1e-6)) for name, one in wanted[1].items())

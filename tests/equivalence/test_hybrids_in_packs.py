@@ -3,67 +3,18 @@
 import numpy as np
 import pytest
 import torch
-from hybrids import HYBRIDS, tiny_hybrid
-from models import VOCABULARY, as_policy, plain_token_logps
+from hybrids import HYBRIDS, alone, computed, gradient_difference, logp_difference, packed_rows, tiny_hybrid, two_rows
+from models import as_policy
 from transformers.activations import ACT2FN
 
-from tandem.data.text.tokens import TokenizedPreference
 from tandem.model.distributed.layers import recompute
 from tandem.model.recurrent import scans
 from tandem.model.recurrent.kernels import Kernels, scan_by_token
 from tandem.model.recurrent.segments import PackSegments, Starts
-from tandem.packing.layout import join, lay_out
+from tandem.packing.layout import lay_out
 
 CPU = torch.device("cpu")
-WEIGHTS = torch.randn(1000, generator=torch.Generator().manual_seed(1))
 ONE_OF_EACH = ["qwen3_next", "nemotron_h", "falcon_h1", "lfm2"]
-
-
-def preference(rng, prompt, *completions):
-    def ids(length):
-        return rng.integers(3, VOCABULARY, length).astype(np.int32)
-
-    return TokenizedPreference(ids(prompt), tuple(ids(length) for length in completions), ((0, 1),), "test:1")
-
-
-def two_rows():
-    """Prompts shorter than a convolution and longer than a chunk of 64 tokens, answers of one token, 2 to 4 completions."""
-    rng = np.random.default_rng(0)
-    first = [preference(rng, 1, 1, 5), preference(rng, 70, 66, 1, 3), preference(rng, 3, 2, 2, 9, 4)]
-    return first, [preference(rng, 10, 30, 1), preference(rng, 2, 1, 2)]
-
-
-def packed_rows(rows, arrangement="shared", length=256):
-    return join([lay_out(range(len(row)), row, length=length, arrangement=arrangement) for row in rows])
-
-
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def computed(model, policy, pack):
-    model.zero_grad()
-    inputs = policy.inputs(pack, CPU)
-    logps = policy(inputs)[: inputs.num_scored]
-    (logps * WEIGHTS[: len(logps)]).sum().backward()
-    return logps.detach(), gradients(model)
-
-
-def alone(model, rows):
-    """Each sequence alone, by the model's own eager forward."""
-    model.zero_grad()
-    logps = torch.cat([one for row in rows for preference in row for one in plain_token_logps(model, preference)])
-    (logps * WEIGHTS[: len(logps)]).sum().backward()
-    return logps.detach(), gradients(model)
-
-
-def logp_difference(found, wanted):
-    return float((found[0] - wanted[0]).abs().max())
-
-
-def gradient_difference(found, wanted):
-    assert found[1].keys() == wanted[1].keys()
-    return max(float((found[1][name] - one).norm() / (one.norm() + 1e-6)) for name, one in wanted[1].items())
 
 
 def assert_same(found, wanted):

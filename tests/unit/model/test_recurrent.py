@@ -10,6 +10,7 @@ from hybrids import HYBRIDS, hybrid_settings, tiny_hybrid
 from models import VOCABULARY, as_policy, tiny_config
 from transformers import AutoConfig
 
+from tandem.config.schema import Config
 from tandem.config.sections.policy import Packing, Policy
 from tandem.data.text.tokens import TokenizedPreference
 from tandem.errors import AuditError, ConfigError
@@ -32,6 +33,7 @@ from tandem.model.recurrent.kernels import (
 from tandem.model.recurrent.segments import PackSegments
 from tandem.packing.layout import lay_out
 from tandem.training.memory import estimate_memory
+from tandem.training.start.machine import _compiles
 
 CPU = torch.device("cpu")
 SIZES = StateSizes(heads=4, key_heads=2, key_size=8, value_size=4)
@@ -237,11 +239,14 @@ def test_flash_linear_attention_must_be_installed_and_recent(monkeypatch):
         raise kernel_module.PackageNotFoundError
 
     monkeypatch.setattr(kernel_module, "version", absent)
-    assert missing_package() == "flash-linear-attention is not installed (pip install 'tandem-dpo[hybrids]')"
+    assert (
+        missing_package()
+        == "flash-linear-attention is not installed (in the tandem checkout, run pip install '.[hybrids]')"
+    )
     monkeypatch.setattr(kernel_module, "version", lambda name: "0.5.2")
     assert missing_package() == (
         "flash-linear-attention 0.5.2 is older than 0.6.0, the first with correct gradients of states "
-        "(pip install 'tandem-dpo[hybrids]')"
+        "(in the tandem checkout, run pip install '.[hybrids]')"
     )
     monkeypatch.setattr(kernel_module, "version", lambda name: "0.6.1.dev0")
     assert missing_package() == ""
@@ -292,3 +297,20 @@ def test_the_memory_estimate_counts_states_in_packs(monkeypatch):
     )  # two of three layers are recurrent
     full = per_token("batch", "full") - per_token("none", "full")
     assert full == pytest.approx(0.1 * 2 * (state + copies))
+
+
+def test_recurrent_layers_are_not_compiled_if_activations_are_recomputed():
+    source, cuda = ModelSource("it", Path(), granite()), torch.device("cuda")
+
+    def compiles(**settings):
+        return _compiles(Config(policy=Policy(**settings)), cuda, "bfloat16", source)
+
+    assert compiles()
+    assert compiles(compile=True)
+    assert not compiles(activation_checkpointing="full")
+    with pytest.raises(ConfigError) as refused:
+        compiles(compile=True, activation_checkpointing="selective")
+    assert str(refused.value) == (
+        "policy.compile = true: the recurrent layers of it cannot be compiled if activations are recomputed. Use "
+        "policy.compile=auto, or policy.activation_checkpointing=none."
+    )

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from tandem.errors import one_line
 from tandem.model.recurrent.families import Scan, StateSizes
+from tandem.terminal.commands import install_command
 
 PACKAGE = "fla-core"  # the kernels of flash-linear-attention; the package of this name has the same version
 # Earlier versions return wrong gradients of the states of sequences that are shorter than a convolution.
 FIRST_VERSION = (0, 6, 0)
-INSTALL = "pip install 'tandem-dpo[hybrids]'"
+INSTALL = f"in the tandem checkout, run {install_command('hybrids')}"
 
 # Lengths of the sequences that a kernel is checked with: shorter than a chunk of 64 tokens, longer than one, longer than two.
 CHECKED_LENGTHS = (1, 5, 70, 130)
