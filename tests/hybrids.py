@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 from models import VOCABULARY, plain_token_logps, tiny_model
+from transformers.activations import ACT2FN
 
 from tandem.data.text.tokens import TokenizedPreference
 from tandem.packing.layout import join, lay_out
@@ -26,6 +27,20 @@ EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
+KIMI = {
+    **EXPERTS,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "num_local_experts": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+}
 MAMBA = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -44,23 +59,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": LINEAR,
     "qwen3_5_moe_text": {**LINEAR, **EXPERTS},
     "olmo_hybrid": {**LINEAR, "linear_num_key_heads": 4},
-    "kimi_linear": {
-        **LINEAR,
-        **EXPERTS,
-        "linear_num_heads": 4,
-        "linear_head_dim": 8,
-        "mlp_layer_types": ["dense", "sparse", "sparse"],
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 8,
-        "num_key_value_heads": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "n_shared_experts": 1,
-        "n_routed_experts": 4,
-        "num_local_experts": 4,
-    },
+    "kimi_linear": {**KIMI, "linear_num_heads": 4, "linear_head_dim": 8, "n_shared_experts": 1},
+    "bailing_hybrid": {**KIMI, "num_shared_experts": 1, "q_lora_rank": None, "rms_norm_eps": 1e-2},
     "bamba": {**MAMBA, "attn_layer_indices": [1]},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
@@ -154,3 +154,10 @@ def logp_difference(found, wanted):
 def gradient_difference(found, wanted):
     assert found[1].keys() == wanted[1].keys()
     return max(float((found[1][name] - one).norm() / (one.norm() + 1e-6)) for name, one in wanted[1].items())
+
+
+def convolution_by_torch(x, weight, bias=None, *, activation=None):
+    """The signature of flash-linear-attention's convolution: [batch, length, channels]."""
+    padded = torch.nn.functional.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
+    out = torch.nn.functional.conv1d(padded, weight[:, None], bias, groups=weight.shape[0]).transpose(1, 2)
+    return (out if activation is None else ACT2FN[activation](out)), None

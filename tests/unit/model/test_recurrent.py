@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hybrids import HYBRIDS, hybrid_settings, tiny_hybrid
+from hybrids import HYBRIDS, convolution_by_torch, hybrid_settings, tiny_hybrid
 from models import VOCABULARY, as_policy, tiny_config
 from transformers import AutoConfig
 
@@ -232,6 +232,14 @@ def test_the_first_kernel_that_works_is_used():
     assert reason == (
         "flash-linear-attention cannot compute it here (Triton >= 3.4.0 and < 3.7.1 on Hopper GPUs produces incorrect results)"
     )
+
+
+def test_a_convolution_that_computes_something_else_is_not_used(monkeypatch):
+    monkeypatch.setattr(kernel_module, "_scans", lambda scan: [scan_by_token])
+    for kernel, expected in ((convolution_by_torch, convolution_by_torch), (scan_by_token, None)):
+        monkeypatch.setattr(kernel_module, "_convolution", lambda kernel=kernel: kernel)
+        found = kernel_module._checked_kernels("mamba2", SIZES, CPU, torch.bfloat16)
+        assert found == Kernels(scan_by_token, expected)
 
 
 def test_flash_linear_attention_must_be_installed_and_recent(monkeypatch):

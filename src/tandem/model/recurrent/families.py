@@ -12,6 +12,7 @@ Scan = Literal["gated_delta", "kimi_delta", "mamba2", "convolution"]
 
 # By the type of the text model. Recurrent layers of every other type are refused in packs.
 FAMILIES: dict[str, Scan] = {
+    "bailing_hybrid": "kimi_delta",
     "bamba": "mamba2",
     "falcon_h1": "mamba2",
     "granitemoehybrid": "mamba2",

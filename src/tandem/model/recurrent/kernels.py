@@ -5,6 +5,7 @@ as their bounds, and one initial and one final state per sequence.
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -58,6 +59,20 @@ def usable_kernels(scan: Scan, sizes: StateSizes | None, device: torch.device, d
         return Kernels(None, None, "kernels would round float32")
     if reason := missing_package():
         return Kernels(None, None, reason)
+    if not torch.cuda.is_available():
+        return Kernels(None, None, "there is no GPU to check kernels on")
+    here = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+    def checked() -> Kernels:
+        with torch.cuda.device(here):
+            return _checked_kernels(scan, sizes, here, dtype)
+
+    # In another thread, because the first call may be inside a recomputed layer, which would record what the checks compute.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(checked).result()
+
+
+def _checked_kernels(scan: Scan, sizes: StateSizes | None, device: torch.device, dtype: torch.dtype) -> Kernels:
     try:
         convolution, candidates = _convolution(), _scans(scan)
     except Exception as error:  # of the package, or of the Triton that it imports
