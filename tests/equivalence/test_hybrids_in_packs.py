@@ -62,14 +62,25 @@ def test_functions_with_the_signature_of_the_kernels_equal_each_sequence_alone(a
     assert_same(computed(model, policy, packed_rows(rows)), alone(model, rows))
 
 
+@pytest.mark.parametrize("recomputes_scans", [False, True])
 @pytest.mark.parametrize("how", ["selective", "full"])
-def test_recomputed_activations_change_nothing(how):
+def test_recomputed_activations_change_nothing(how, recomputes_scans, monkeypatch):
+    if recomputes_scans:
+        monkeypatch.setattr(scans, "RECOMPUTING_DEVICES", ("cpu",))
     rows = two_rows()
     model = tiny_hybrid("bamba")
     wanted = alone(model, rows)
     policy = as_policy(model)
     recompute(policy, how)
     assert_same(computed(model, policy, packed_rows(rows)), wanted)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_next", "nemotron_h"])
+def test_recomputed_scans_equal_each_sequence_alone(architecture, monkeypatch):
+    monkeypatch.setattr(scans, "RECOMPUTING_DEVICES", ("cpu",))
+    rows = two_rows()
+    model = tiny_hybrid(architecture)
+    assert_same(computed(model, as_policy(model), packed_rows(rows)), alone(model, rows))
 
 
 @pytest.mark.parametrize("architecture", ONE_OF_EACH)

@@ -299,8 +299,8 @@ def _recurrent_bytes_per_token(config: Any, policy: PolicyConfig, precision: str
     if architecture.scan is None or policy.packing.mode == "none":
         return 0.0
     num = sum(one in ("recurrent", "both") for one in architecture.layers or ())
-    kept = KEPT_SHARE[policy.activation_checkpointing]
-    return kept * num * bytes_per_token(config.get_text_config(), device, precision)
+    keeping = KEPT_SHARE[policy.activation_checkpointing] * num
+    return bytes_per_token(config.get_text_config(), device, precision, num_layers=keeping)
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,24 +287,33 @@ def test_a_run_prints_how_recurrent_layers_are_computed(monkeypatch):
     assert outlook.describe_recurrent_layers(granite(), gpu, "bfloat16") == f"{once}flash-linear-attention"
 
 
-def test_the_memory_estimate_counts_states_in_packs(monkeypatch):
+def test_the_memory_estimate_counts_states_in_packs():
     """32 heads with states of 128 x 128 numbers: 2 MiB a completion and layer, kept for one completion in 180 tokens."""
-    monkeypatch.setattr(outlook, "usable_kernels", lambda *_: Kernels(scan_by_token, None))
     shape = {"mamba_n_heads": 32, "mamba_d_head": 128, "mamba_d_state": 128, "hidden_size": 2048, "mamba_n_groups": 1}
     config = tiny_config("granitemoehybrid", **{**hybrid_settings("granitemoehybrid"), **shape})
     state, copies = 2 * 2**20 / 180, 2 * 32 * 3 * 128 * 2
-    assert outlook.bytes_per_token(config, CPU, "bfloat16") == pytest.approx(state + copies)
 
     def per_token(mode, checkpointing="none"):
         policy = Policy(packing=Packing(mode=mode), activation_checkpointing=checkpointing)
         source = ModelSource("it", Path(), config)
-        return estimate_memory(source, policy, CPU, lora=None, precision="bfloat16").per_token
+        return estimate_memory(source, policy, torch.device("cuda"), lora=None, precision="bfloat16").per_token
 
     assert per_token("batch") - per_token("none") == pytest.approx(
         2 * (state + copies)
     )  # two of three layers are recurrent
     full = per_token("batch", "full") - per_token("none", "full")
     assert full == pytest.approx(0.1 * 2 * (state + copies))
+
+
+def test_torch_operations_need_more_memory_on_a_gpu_in_one_layer_at_a_time(monkeypatch):
+    monkeypatch.setattr(outlook, "usable_kernels", lambda *_: Kernels(None, None, "it is not installed"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    gpu = torch.device("cuda")
+    two, three = (outlook.bytes_per_token(granite(), gpu, "bfloat16", num_layers=num) for num in (2, 3))
+    by_torch = 4 * (6 * 8 * 64 + 8 * 8 * 3 * 8)  # 8 heads of 8 x 8
+    assert two - 2 * (three - two) == pytest.approx(by_torch)
+    on_cpu = outlook.bytes_per_token(granite(), CPU, "float32", num_layers=1)
+    assert on_cpu == pytest.approx(4 * 8 * 8 * 8 / 180 + by_torch)
 
 
 def test_recurrent_layers_are_not_compiled_if_activations_are_recomputed():

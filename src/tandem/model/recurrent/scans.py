@@ -10,11 +10,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tandem.model.recurrent.segments import PackSegments, Sequences
 
 # Tokens that torch operations compute at once, at most. Longer chunks are not needed for short sequences.
 LONGEST_CHUNK = 64
+# On these devices, torch operations are computed again in the backward pass. They would keep 10 kB per token, head and layer.
+RECOMPUTING_DEVICES = ("cuda",)
 
 # (tensors of [batch, length, ...], initial states or None, chunk size) -> outputs [batch, length, ...], final states [batch, ...]
 PaddedScan = Callable[[list[Tensor], Tensor | None, int], tuple[Tensor, Tensor]]
@@ -81,6 +84,11 @@ def _padded(scan: PaddedScan) -> SequenceScan:
     Padding must leave a state as it is.
     """
 
+    def once(parts: list[Tensor], initial: Tensor | None, chunk: int) -> tuple[Tensor, Tensor]:
+        if parts[0].device.type not in RECOMPUTING_DEVICES:
+            return scan(parts, initial, chunk)
+        return checkpoint(scan, parts, initial, chunk, use_reentrant=False)
+
     def over_sequences(tokens: list[Tensor], initial: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
         sizes = [one.num_tokens for one in sequences.rectangles]
         counts = [one.num_sequences for one in sequences.rectangles]
@@ -89,7 +97,7 @@ def _padded(scan: PaddedScan) -> SequenceScan:
         parts = zip(*(one.split(sizes) for one in tokens), strict=True)
         for rectangle, part, start in zip(sequences.rectangles, parts, starts, strict=True):
             chunk = min(LONGEST_CHUNK, 1 << (rectangle.longest - 1).bit_length())
-            out, final = scan([rectangle.fill(one) for one in part], start, chunk)
+            out, final = once([rectangle.fill(one) for one in part], start, chunk)
             outputs.append(rectangle.take(out))
             finals.append(final)
         return torch.cat(outputs), torch.cat(finals)
