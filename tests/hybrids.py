@@ -5,9 +5,12 @@ from typing import Any
 import numpy as np
 import torch
 from models import VOCABULARY, plain_token_logps, tiny_model
+from transformers import __version__
 from transformers.activations import ACT2FN
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from tandem.data.text.tokens import TokenizedPreference
+from tandem.model.recurrent.families import FIRST_TRANSFORMERS
 from tandem.packing.layout import join, lay_out
 
 WEIGHTS = torch.randn(1000, generator=torch.Generator().manual_seed(1))  # of log-probabilities in a loss
@@ -54,7 +57,7 @@ MAMBA = {
 }
 CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3}
 
-HYBRIDS: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_next": {**LINEAR, **EXPERTS, "decoder_sparse_step": 1},
     "qwen3_5_text": LINEAR,
     "qwen3_5_moe_text": {**LINEAR, **EXPERTS},
@@ -91,6 +94,17 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {**CONVOLUTIONS, **EXPERTS, "num_dense_layers": 1},
     "lfm3": CONVOLUTIONS,
 }
+
+
+def _is_supported(name: str) -> bool:
+    """Whether the installed transformers has the type, and passes packs on to its layers."""
+    installed, first = (
+        tuple(map(int, text.split(".")[:2])) for text in (__version__, FIRST_TRANSFORMERS.get(name, "5.0"))
+    )
+    return name in CONFIG_MAPPING_NAMES and installed >= first
+
+
+HYBRIDS = {name: settings for name, settings in SETTINGS.items() if _is_supported(name)}
 # Settings that a type derives from others and does not accept.
 DERIVED = {"bamba": ["layer_types"], "falcon_h1": ["layer_types"]}
 
@@ -101,7 +115,7 @@ def hybrid_settings(architecture: str) -> dict[str, Any]:
 
 def tiny_hybrid(architecture: str, **changes: Any) -> Any:
     """A model whose states decay slowly, so that the beginning of a sequence affects its end."""
-    model = tiny_model(architecture, **hybrid_settings(architecture), **changes).eval()
+    model = tiny_model(architecture, **{**hybrid_settings(architecture), **changes}).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
