@@ -44,9 +44,9 @@ STATES = {
 LARGER = {
     "qwen3_next": {"head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
     "qwen3_5_text": {"head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
-    "granitemoehybrid": {"hidden_size": 64, "mamba_d_head": 16, "mamba_d_state": 16},
+    "granitemoehybrid": {"hidden_size": 64, "head_dim": 16, "mamba_d_head": 16, "mamba_d_state": 16},
     "bamba": {"hidden_size": 64, "head_dim": 16, "mamba_d_head": 16, "mamba_d_state": 16},
-    "lfm2": {"hidden_size": 64},
+    "lfm2": {"hidden_size": 64, "head_dim": 16},
 }
 
 
