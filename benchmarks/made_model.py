@@ -6,7 +6,7 @@ TRL's interpreter imports this file too, so it must not import tandem.
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,33 @@ class Shape:
     sizes: tuple[int, ...]  # in the order of NAMES
     vocabulary: int
     tied: bool  # whether embeddings and head share weights
+    more: dict[str, Any] = field(default_factory=dict)  # other settings of the configuration
 
     @property
     def hidden(self) -> int:
         return self.sizes[0]
 
 
+# Every tenth layer, from the sixth on, has attention; the others are Mamba-2.
+GRANITE = {
+    "layer_types": ["full_attention" if number % 10 == 5 else "linear_attention" for number in range(40)],
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "num_local_experts": 0,
+    "position_embedding_type": "nope",
+}
+# Every fourth layer has attention; the others are gated delta rules.
+QWEN_LINEAR = {
+    "layer_types": ["full_attention" if number % 4 == 3 else "linear_attention" for number in range(24)],
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 SHAPES = {
     "tiny": Shape("llama", (256, 512, 4, 4, 2), 4096, tied=True),
     "qwen2.5-0.5b": Shape("qwen2", (896, 4864, 24, 14, 2), 151_936, tied=True),
@@ -37,6 +58,33 @@ SHAPES = {
     "qwen2.5-14b": Shape("qwen2", (5120, 13824, 48, 40, 8), 152_064, tied=False),
     "qwen2.5-32b": Shape("qwen2", (5120, 27648, 64, 40, 8), 152_064, tied=False),
     "llama3.1-70b": Shape("llama", (8192, 28672, 80, 64, 8), 128_256, tied=False),
+    "tiny-granite4": Shape(
+        "granitemoehybrid",
+        (256, 512, 2, 4, 2),
+        4096,
+        tied=True,
+        more={
+            **GRANITE,
+            "layer_types": ["linear_attention", "full_attention"],
+            "shared_intermediate_size": 512,
+            "mamba_n_heads": 8,
+        },
+    ),
+    "granite4-h-1b": Shape(
+        "granitemoehybrid",
+        (1536, 4096, 40, 12, 4),
+        100_352,
+        tied=True,
+        more={**GRANITE, "shared_intermediate_size": 4096, "mamba_n_heads": 48},
+    ),
+    "granite4-h-micro": Shape(
+        "granitemoehybrid",
+        (2048, 8192, 40, 32, 8),
+        100_352,
+        tied=True,
+        more={**GRANITE, "shared_intermediate_size": 8192, "mamba_n_heads": 64},
+    ),
+    "qwen3.5-2b": Shape("qwen3_5_text", (2048, 6144, 24, 8, 2), 248_320, tied=True, more=QWEN_LINEAR),
 }
 
 
@@ -47,7 +95,7 @@ def config_of(name: str, longest: int = 8192) -> Any:
     shape = SHAPES[name]
     sizes = dict(zip(NAMES, shape.sizes, strict=True))
     settings = {"vocab_size": shape.vocabulary, "tie_word_embeddings": shape.tied, "max_position_embeddings": longest}
-    return AutoConfig.for_model(shape.family, **sizes, **settings)
+    return AutoConfig.for_model(shape.family, **sizes, **settings, **shape.more)
 
 
 def make_model(name: str, tokenizer: str, folder: Path, seed: int = 0) -> Path:

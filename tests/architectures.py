@@ -132,6 +132,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": LINEAR_AND_FULL,
     "kolibri1": SLIDING,
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm3": {"layer_types": ["conv", "full_attention", "sliding_attention", "conv"]},
     "mamba2": {"num_heads": 8},

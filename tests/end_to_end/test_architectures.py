@@ -1,12 +1,16 @@
-"""Every tested architecture trains for a step and exports a model that loads. Recurrent models train only without packing."""
+"""Every tested architecture trains for a step and exports a model that loads. Hybrids train in packs, too."""
 
 import pytest
 import torch
+from hybrids import hybrid_settings
 from models import ARCHITECTURES, model_folder
-from running import few_pairs, metrics_of, short_run
+from running import SHORT, few_pairs, metrics_of, short_run
 from transformers import AutoModelForCausalLM
 
+from tandem.config.load import load_config
 from tandem.errors import ConfigError
+from tandem.report.reporter import Reporter
+from tandem.training.trainer import train
 
 OVERRIDES = [
     "dpo.max_num_steps=1",
@@ -38,24 +42,8 @@ def test_the_export_keeps_the_dropout_that_training_disabled(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(run / "model").config.attention_dropout == 0.25
 
 
-def hybrid(path):
-    return model_folder(
-        path,
-        "qwen3_next",
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_value_heads=4,
-        linear_num_key_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-    )
-
-
-def test_packing_a_recurrent_hybrid_is_refused_before_weights_load(tmp_path):
-    model = hybrid(tmp_path / "model")
+def test_packing_an_unsupported_recurrent_model_is_refused_before_weights_load(tmp_path):
+    model = model_folder(tmp_path / "model", "mamba2", num_heads=8, head_dim=8, n_groups=1, state_size=8)
     with pytest.raises(ConfigError) as refused:
         short_run(tmp_path / "run", *OVERRIDES, few_pairs(tmp_path), f"policy.model_name={model}")
     assert str(refused.value) == (
@@ -64,10 +52,18 @@ def test_packing_a_recurrent_hybrid_is_refused_before_weights_load(tmp_path):
     )
 
 
-def test_a_recurrent_hybrid_trains_unpacked(tmp_path):
-    model = hybrid(tmp_path / "model")
-    run = short_run(
-        tmp_path / "run", *OVERRIDES, few_pairs(tmp_path), f"policy.model_name={model}", "policy.packing.mode=none"
-    )
-    assert metrics_of(run)[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
-    assert AutoModelForCausalLM.from_pretrained(run / "model").config.model_type == "qwen3_next"
+def test_a_hybrid_trains_packed_as_it_does_unpacked(tmp_path, capsys):
+    model = model_folder(tmp_path / "model", "granitemoehybrid", **hybrid_settings("granitemoehybrid"))
+    settings = [*OVERRIDES, few_pairs(tmp_path), f"policy.model_name={model}", "dpo.max_num_steps=2"]
+    settings += ["policy.optimizer.kwargs.lr=1e-3", "policy.scheduler=null"]
+    loaded = load_config(None, [*SHORT, *settings, f"run.dir={tmp_path / 'packed'}"])
+    packed = train(loaded, Reporter("normal"))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "recurrent layers: each prompt once, its state copied for every completion, by torch operations" in printed
+    assert "; gradients of recurrent layers to " in printed
+    unpacked = short_run(tmp_path / "unpacked", *settings, "policy.packing.mode=none")
+    losses = [[line["loss"] for line in metrics_of(run)] for run in (packed, unpacked)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][0] == pytest.approx(0.693147, abs=1e-5)
+    assert losses[0][1] != pytest.approx(0.693147, abs=1e-5)
+    assert AutoModelForCausalLM.from_pretrained(packed / "model").config.model_type == "granitemoehybrid"

@@ -388,3 +388,12 @@ def test_a_trl_script_reports_that_its_interpreter_has_no_trl(bench, name, argum
 def test_a_missing_file_is_reported_by_name(bench):
     ended = bench("plots", "none.jsonl", "--step", "step.svg")
     assert (ended.code, ended.err.splitlines()[-1]) == (2, "plots.py: error: none.jsonl: there is no such file")
+
+
+@pytest.mark.slow
+def test_hybrids_are_timed_packed_and_unpacked(bench):
+    ended = bench("hybrids", "--pairs", 4, "--pack-length", 2048, "--steps", 1, "--rows", 2)
+    assert ended.code == 0, ended
+    results = [json.loads(line) for line in ended.out.splitlines() if line.startswith("{")]
+    assert [one["way"] for one in results] == ["packed", "packed, not compiled", "unpacked"]
+    assert all(one["pairs_per_second"] > 0 for one in results)

@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+from hybrids import hybrid_settings
 from models import bfloat16_start, model_folder
 from running import SHORT, few_pairs, largest_difference, metrics_of, short_run, weights_of
 from several import run_together
@@ -46,6 +47,7 @@ def cases(folder):
     ]
     (folder / "fours.jsonl").write_text("".join(json.dumps(row) + "\n" for row in fours))
     model_folder(folder / "experts", "qwen3_moe")
+    model_folder(folder / "hybrid", "granitemoehybrid", **hybrid_settings("granitemoehybrid"))
     few = [f"data.train.data_path={folder}/fours.jsonl", f"data.validation.data_path={folder}/fours.jsonl"]
     return {
         "packed": [
@@ -63,6 +65,11 @@ def cases(folder):
         ],
         "adapters": ["policy.lora.enabled=true", f"reference.model={folder}/experts"],
         "experts": [f"policy.model_name={folder}/experts", "policy.train_global_batch_size=1", "dpo.val_at_end=false"],
+        # of one preference in a batch, one rank has only filler, and its recurrent layers get gradients of zero
+        "recurrent layers": [
+            *(f"policy.model_name={folder}/hybrid", "policy.train_global_batch_size=1"),
+            *(few_pairs(folder), "dpo.val_at_end=false"),
+        ],
         "few bits": [*FEW_BITS, few_pairs(folder)],
         "bfloat16 computation": [
             *("policy.precision=bfloat16", f"policy.model_name={bfloat16_start(folder / 'start')}"),
@@ -108,6 +115,7 @@ def assert_alike(several, one):
         "packed once",
         "adapters",
         "experts",
+        "recurrent layers",
     ],
 )
 def test_several_ranks_train_the_same_model_as_one(name, together, folder, cases):

@@ -14,6 +14,7 @@ OLDEST_PYTHON = (3, 11)
 # Extras of tandem, with the module that each of them installs.
 EXTRAS = {
     "qlora": "bitsandbytes",
+    "hybrids": "fla",
     "sentencepiece": "sentencepiece",
     "lm-eval": "lm_eval",
     "tensorboard": "tensorboard",

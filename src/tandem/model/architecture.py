@@ -6,23 +6,27 @@ results in packs.
 
 - To support a multimodal checkpoint with a text model inside: `auto_class` chooses the class that loads it, `trunk_of` returns
   its text model, and `architecture_of` describes the configuration of the text model.
-- To support recurrent layers in packs: add a value of `Mixing` for layers whose state can be copied for each completion. Keep
-  `check_packable` refusing all other recurrent layers (`Architecture.recurrent`), and make the audit count the calls of each kind
-  of layer.
+- To support the recurrent layers of another type in packs: add it to recurrent/families.py, and replacements for the functions
+  that its layers call to recurrent/layers.py. `check_packable` refuses all other recurrent layers (`Architecture.recurrent`).
 """
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
+from transformers import __version__ as transformers_version
 
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.errors import ConfigError
 from tandem.model.files.source import ModelSource
 from tandem.model.head import Head, HeadRule, LanguageModelHead
+from tandem.model.recurrent.families import FAMILIES, FIRST_TRANSFORMERS, Scan
 
-# How a layer mixes tokens: attention to all earlier tokens; to those in a sliding window; or a state carried along the row.
-Mixing = Literal["full", "window", "recurrent"]
+# How a layer mixes tokens: attention to all earlier tokens; to those in a sliding window; a state carried along the row; both
+# full attention and a state; or not at all.
+Mixing = Literal["full", "window", "recurrent", "both", "none"]
+# Kinds of layers, as configurations name them, that are only a feed-forward network.
+WITHOUT_MIXING = ("mlp", "moe")
 
 # A setting whose name contains one of these adds randomness in training mode.
 RANDOM_SETTINGS = ("dropout", "pdrop", "layerdrop", "jitter")
@@ -47,6 +51,7 @@ class Architecture:
     num_layers: int
     layers: tuple[Mixing, ...] | None  # None: the configuration does not list its layers
     recurrent: tuple[str, ...]  # the kinds of recurrent layers, as the configuration names them
+    scan: Scan | None  # what the recurrent layers compute; None: there are none, or none that can be packed
     window: int | None  # the sliding window of the configuration
     caps_scores: bool  # attention scores are soft-capped
     has_sinks: bool
@@ -57,7 +62,7 @@ class Architecture:
 
     @property
     def num_attention_layers(self) -> int:
-        return self.num_layers if self.layers is None else len(self.layers) - self.layers.count("recurrent")
+        return self.num_layers if self.layers is None else sum(one in ("full", "window", "both") for one in self.layers)
 
     @property
     def plain_attention(self) -> str:
@@ -85,7 +90,7 @@ def architecture_of(config: Any, model_class: Any = None) -> Architecture:
     auto = auto_class(config)
     model_class = model_class or auto._model_mapping[type(config)]
     kinds = getattr(text, "layer_types", None) or []
-    recurrent = tuple(sorted({kind for kind in kinds if _mixing(kind) == "recurrent"}))
+    recurrent = tuple(sorted({kind for kind in kinds if _mixing(kind) in ("recurrent", "both")}))
     if not recurrent and getattr(model_class, "_is_stateful", False):
         recurrent = (text.model_type,)
     window = getattr(text, "sliding_window", None)
@@ -96,6 +101,7 @@ def architecture_of(config: Any, model_class: Any = None) -> Architecture:
         num_layers=text.num_hidden_layers,
         layers=tuple(_mixing(kind) for kind in kinds) or None,
         recurrent=recurrent,
+        scan=FAMILIES.get(text.model_type) if recurrent else None,
         window=window if isinstance(window, int) else None,
         caps_scores=bool(getattr(text, "attn_logit_softcapping", None)),
         has_sinks=text.model_type in TYPES_WITH_SINKS,
@@ -121,10 +127,11 @@ def check_architecture(source: ModelSource) -> Architecture:
 
 
 def _mixing(kind: str) -> Mixing:
-    """Return how a layer mixes tokens. `kind`: an item of `layer_types` in config.json, such as sliding_attention.
-
-    A layer that is only partly recurrent, such as the `hybrid` layers of Falcon-H1, counts as recurrent.
-    """
+    """Return how a layer mixes tokens. `kind`: an item of `layer_types` in config.json, such as sliding_attention."""
+    if kind in WITHOUT_MIXING:
+        return "none"
+    if "hybrid" in kind:
+        return "both"
     if "attention" not in kind or "linear" in kind:
         return "recurrent"
     return "window" if "sliding" in kind else "full"
@@ -195,10 +202,7 @@ def check_packable(source: ModelSource, policy: PolicyConfig) -> None:
     if policy.packing.mode == "none":
         return
     if architecture.recurrent:
-        raise ConfigError(
-            f"{source.key} = {source.name}: its recurrent layers ({', '.join(architecture.recurrent)}) carry state along a row, "
-            "so packed sequences would leak into each other. Train it unpacked: policy.packing.mode=none."
-        )
+        _refuse_leaking_states(source, architecture)
     if not architecture.model_class._can_set_attn_implementation():
         raise fixed_attention_error(source)
     config = source.config.get_text_config()
@@ -212,6 +216,22 @@ def check_packable(source: ModelSource, policy: PolicyConfig) -> None:
         raise ConfigError(
             f"{source.key} = {source.name}: its attention works in chunks of {chunk} tokens, which packing does not support. Set "
             f"policy.max_total_sequence_length={chunk} or less, or policy.packing.mode=none."
+        )
+
+
+def _refuse_leaking_states(source: ModelSource, architecture: Architecture) -> None:
+    """Raise ConfigError for recurrent layers whose states would leak from one sequence of a pack into the next."""
+    if architecture.scan is None:
+        raise ConfigError(
+            f"{source.key} = {source.name}: its recurrent layers ({', '.join(architecture.recurrent)}) carry state along a row, "
+            "so packed sequences would leak into each other. Train it unpacked: policy.packing.mode=none."
+        )
+    first = FIRST_TRANSFORMERS.get(architecture.model_type)
+    if first and tuple(map(int, transformers_version.split(".")[:2])) < tuple(map(int, first.split("."))):
+        raise ConfigError(
+            f"{source.key} = {source.name}: its recurrent layers ({', '.join(architecture.recurrent)}) can be packed with "
+            f"transformers {first} or later, and {transformers_version} is installed. Upgrade it, or train unpacked: "
+            "policy.packing.mode=none."
         )
 
 

@@ -16,6 +16,7 @@ from tandem.model.attention.pack_attention import AttentionKind, PackMask, make_
 from tandem.model.distributed.context import Context, gather_values
 from tandem.model.head import Head
 from tandem.model.precision.working_copy import GradientSums, WorkingCopy
+from tandem.model.recurrent.layers import RecurrentLayers
 from tandem.model.transfer import to_device
 from tandem.packing.layout import FILLER, Pack
 from tandem.packing.packer import BLOCK
@@ -62,6 +63,8 @@ class Policy(nn.Module):
         self.attention: AttentionKind = attention  # how attention inside packs is computed
         self.head = head
         self.windows = windows_of(model)
+        # Layers that carry a state along a row and need the segments of a pack; None if there are none, or without packs.
+        self.recurrent = RecurrentLayers(model) if packed and self.architecture.scan else None
         self.block = BLOCK  # block size of FlexAttention
         self.working_copy: WorkingCopy | None = None  # bfloat16 copies that are used instead of the weights
         self.gradient_sums: GradientSums | None = None  # float32 gradients of bfloat16 weights
@@ -101,6 +104,7 @@ class Policy(nn.Module):
 
         if self.packed:
             mask = make_mask(pack, self.windows, device, self.attention, self.block, self.context)
+            mask.segments = None if self.recurrent is None else self.recurrent.segments(pack, device)
         else:
             mask = put(_real(pack))
         token_ids, position_ids = pack.token_ids, pack.position_ids
@@ -186,7 +190,7 @@ class Policy(nn.Module):
         hooks = []
         if perturbed:
             embeddings = self.model.get_input_embeddings()
-            hooks.append(embeddings.register_forward_hook(lambda module, inputs, output: _perturb(output)))
+            hooks.append(embeddings.register_forward_hook(lambda module, inputs, output: perturb(output)))
         try:
             with self.computing():
                 return self.head.plain_values(self.model, prompt, completion, filler=filler)
@@ -196,7 +200,7 @@ class Policy(nn.Module):
                 hook.remove()
 
 
-def _perturb(values: Tensor) -> Tensor:
+def perturb(values: Tensor) -> Tensor:
     """Shift each number up or down by one rounding step of its dtype. The directions are random, but the same in every call."""
     signs = torch.randint(2, values.shape, generator=torch.Generator().manual_seed(0)).mul_(2).sub_(1).to(values.device)
     return (values.double() * (1 + signs * (torch.finfo(values.dtype).eps / 2))).to(values.dtype)

@@ -14,6 +14,7 @@ from tandem.data.text.template import Template
 from tandem.model.architecture import architecture_of
 from tandem.model.load import describe_attention
 from tandem.model.lora.layers import LoraPlan
+from tandem.model.recurrent.outlook import describe_recurrent_layers
 from tandem.terminal.printable import listed
 from tandem.training.adamw import state_bytes
 from tandem.training.optimizer import schedule_in_words
@@ -36,7 +37,17 @@ def describe_computation(setup: Setup) -> str:
     layers = "compiled, which takes a while the first time" if setup.compiles else "not compiled"
     attention = describe_attention(setup.config.policy, setup.device)
     recomputed = RECOMPUTED[setup.config.policy.activation_checkpointing]
-    return f"on {where}; attention: {attention}; layers: {layers}{recomputed}"
+    recurrent = _recurrent_layers(setup)
+    return f"on {where}; attention: {attention}; {recurrent}layers: {layers}{recomputed}"
+
+
+def _recurrent_layers(setup: Setup) -> str:
+    """Describe how recurrent layers are computed in packs. Empty if there are none, or without packs."""
+    config = setup.source.config
+    if architecture_of(config).scan is None or setup.config.policy.packing.mode == "none":
+        return ""
+    how = describe_recurrent_layers(config.get_text_config(), setup.device, setup.precision)
+    return f"recurrent layers: {how}; "
 
 
 def _text_in_words(template: Template) -> str:

@@ -11,11 +11,13 @@ from torch import nn
 
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.errors import MachineError, OutOfMemoryError
+from tandem.model.architecture import architecture_of
 from tandem.model.distributed.mesh import SINGLE_RANK_MESH, MeshShape
 from tandem.model.files.source import ModelSource
 from tandem.model.load import attention_kind, empty_model
 from tandem.model.lora.layers import LoraPlan
 from tandem.model.policy import Policy
+from tandem.model.recurrent.outlook import bytes_per_token
 from tandem.packing.batches import GlobalBatch
 from tandem.packing.packer import BLOCK, DATASET_PACK, Packer, in_blocks, prepared_lengths, tokens_of_pairs
 from tandem.storage.cache import GIB
@@ -94,7 +96,8 @@ def estimate_memory(
     mesh: MeshShape = SINGLE_RANK_MESH,
 ) -> MemoryEstimate:
     num = sum(parameter.numel() for parameter in empty_model(source).parameters())
-    per_token = _bytes_per_token(source.config.get_text_config(), policy, precision) / mesh.context
+    per_token = _bytes_per_token(source.config.get_text_config(), policy, precision)
+    per_token = (per_token + _recurrent_bytes_per_token(source.config, policy, precision, device)) / mesh.context
     head = LOGITS_BYTES if device.type == "cuda" else 0  # chunks of logits are small on a CPU
     parts = _fixed_memory(num, policy, lora, precision, mesh)
     return MemoryEstimate(num_weights=num, parts=parts, per_token=per_token, head=head, context=mesh.context)
@@ -290,6 +293,16 @@ def _bytes_per_token(config: Any, policy: PolicyConfig, precision: str) -> float
     wide = sum(wide) / len(wide) if isinstance(wide, list) else wide  # Gemma 3n: a size per layer
     numbers = KEPT_SHARE[policy.activation_checkpointing] * (KEPT_PER_HIDDEN * hidden + KEPT_PER_INTERMEDIATE * wide)
     return config.num_hidden_layers * numbers * (2 if precision == "bfloat16" else 4)
+
+
+def _recurrent_bytes_per_token(config: Any, policy: PolicyConfig, precision: str, device: torch.device) -> float:
+    """Return the bytes per token that recurrent layers keep in packs, besides those that every layer keeps."""
+    architecture = architecture_of(config)
+    if architecture.scan is None or policy.packing.mode == "none":
+        return 0.0
+    num = sum(one in ("recurrent", "both") for one in architecture.layers or ())
+    keeping = KEPT_SHARE[policy.activation_checkpointing] * num
+    return bytes_per_token(config.get_text_config(), device, precision, num_layers=keeping)
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,6 +251,7 @@ def test_the_tolerance_grows_with_the_measured_rounding_up_to_a_maximum(monkeypa
 
     class Packed:
         packed = True
+        recurrent = None
 
     def found():
         return audit.audit(

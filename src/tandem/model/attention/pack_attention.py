@@ -65,6 +65,7 @@ class PackMask:
         self.context = context  # the ranks that compute the same rows; None: only this one
         self.kind = kind
         self.block = block  # block size of FlexAttention
+        self.segments: Any = None  # of the pack, for recurrent layers (recurrent/layers.py)
 
 
 def make_mask(

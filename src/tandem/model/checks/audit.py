@@ -19,8 +19,10 @@ from torch import Tensor
 from tandem.data.store.selection import Preferences
 from tandem.errors import AuditError
 from tandem.model.attention.pack_attention import record_calls
+from tandem.model.checks.state_gradients import check_state_gradients
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.policy import Policy
+from tandem.model.recurrent.layers import record_recurrent_calls
 from tandem.model.reference import Reference
 from tandem.packing.layout import Pack
 from tandem.packing.packer import Packer
@@ -61,6 +63,9 @@ class Audit:
     precision: str
     num_longer: int  # preferences too long to be audited
     longest: int  # tokens of the longest audited preference
+    state_gradients: float | None = (
+        None  # relative difference of gradients in packs; None without recurrent layers in packs
+    )
     _tolerance: float | None = field(default=None, init=False)
 
     @property
@@ -112,6 +117,11 @@ def audit(policy: Policy, packer: Packer, ranks: Ranks, *, precision: str, model
         _check_plain(one, tolerance, model, packed=policy.packed)
     if policy.packed:
         _check_last_columns(policy, packer, found, ranks, model=model)
+    if policy.recurrent is not None:
+        shortest = int(sample[np.argmin(packer.sizes[sample])])
+        found.state_gradients = check_state_gradients(
+            policy, packer.store, shortest, ranks, precision=precision, model=model
+        )
     return found
 
 
@@ -269,19 +279,28 @@ def _mean_difference(a: Tensor, b: Tensor) -> float:
 
 
 def _check_calls(policy: Policy, pack: Pack, device: torch.device, model: str) -> None:
-    """Raise AuditError unless every attention layer uses the pack's mask.
+    """Raise AuditError unless every attention layer uses the pack's mask, and every recurrent layer its segments.
 
     The model runs uncompiled, so that the calls of `attend` can be counted.
     """
     if not policy.packed:
         return
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"), record_calls() as calls:
-        policy(policy.inputs(pack, device))
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with record_calls() as calls, record_recurrent_calls() as recurrent_calls:
+            policy(policy.inputs(pack, device))
     expected = policy.architecture.num_attention_layers
     if len(calls) < expected:  # in some models a layer calls twice
         raise AuditError(
             f"audit: {model}: only {len(calls)} of {expected} attention layers use the pack's mask, so sequences would see each "
             "other. Nothing was trained. Train this model with policy.packing.mode=none."
+        )
+    if policy.recurrent is None:
+        return
+    found, expected = policy.recurrent.count_layers(recurrent_calls), policy.recurrent.num_layers
+    if found < expected:
+        raise AuditError(
+            f"audit: {model}: only {found} of {expected} recurrent layers separate the sequences of a pack, so their states "
+            "would leak. Nothing was trained. Train this model with policy.packing.mode=none."
         )
 
 

@@ -117,11 +117,12 @@ def check_layers(source: ModelSource, policy: PolicyConfig, num_ranks: int) -> b
 def compile_layers(policy: Policy) -> None:
     """Compile each layer separately, so that layers of the same kind share a graph.
 
-    There is one graph for each pack length and each kind of attention, with and without gradients.
+    There is one graph for each pack length and each kind of attention, with and without gradients. Convolutions and scans of
+    recurrent layers are not compiled in packs, nor where they are kernels: a layer is then several graphs.
     """
     allow_many_graphs()
     for layer in decoder_layers(policy.model):
-        layer.compile(fullgraph=True, dynamic=False)
+        layer.compile(fullgraph=not policy.architecture.recurrent, dynamic=False)
 
 
 # At every start this logger warns about in-place operations, which the layers do not have.

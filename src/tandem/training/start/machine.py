@@ -91,4 +91,11 @@ def _compiles(config: Config, device: torch.device, precision: str, source: Mode
             f"policy.compile = true: the experts of {source.name} cannot be compiled in float32. "
             "Use policy.compile=auto, or policy.precision=bfloat16."
         )
-    return wanted is True or (wanted == "auto" and device.type == "cuda" and not uncompilable)
+    # Torch does not compile a recomputed layer of which a part cannot be compiled.
+    recomputed = config.policy.activation_checkpointing != "none" and bool(architecture_of(source.config).recurrent)
+    if wanted is True and recomputed:
+        raise ConfigError(
+            f"policy.compile = true: the recurrent layers of {source.name} cannot be compiled if activations are recomputed. "
+            "Use policy.compile=auto, or policy.activation_checkpointing=none."
+        )
+    return wanted is True or (wanted == "auto" and device.type == "cuda" and not uncompilable and not recomputed)

@@ -217,6 +217,7 @@ def audit_model(setup: Setup, policy: Policy, source: ModelSource, ranks: Ranks,
     reporter.say(
         f"Audit{whose}: {len(found.completions)} completions of up to {found.longest:,} tokens, {rows} = plain forward to "
         f"{found.plain_difference:.1e} nats per token"
+        + ("" if found.state_gradients is None else f"; gradients of recurrent layers to {found.state_gradients:.1e}")
     )
     if found.num_longer:
         reporter.say(

@@ -1,0 +1,108 @@
+"""Times training steps of a model with recurrent layers, packed and unpacked, on the same random pairs as train.py.
+
+    python benchmarks/hybrids.py --shape granite4-h-1b --pairs 128 --pack-length 16384 --rows 16
+    python benchmarks/hybrids.py --shape qwen3.5-2b --pairs 128 --pack-length 16384 --rows 16
+
+Unpacked, every sequence is a row, sorted by length and padded as `policy.packing.mode=none` does it; --rows is the number of
+pairs that go through the model together: give the largest that fits in memory. Each way runs in its own process. Prints a table,
+how the recurrent layers were computed, and one JSON object per way. The times are meaningful only on a GPU.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+
+import numpy as np
+import torch
+from made_model import SHAPES, WARM_UP
+from options import options_of
+from train import Bench, parsed, prepared
+
+from tandem.model.distributed.process_group import leave_process_group
+from tandem.model.recurrent.outlook import describe_recurrent_layers
+from tandem.packing.packer import Packer, row_lengths
+
+WAYS = {
+    "packed": [],
+    "packed, not compiled": ["--no-compile"],
+    "unpacked": ["--mode", "none", "--no-compile"],
+}
+
+
+def unpacked_packer(bench: Bench, rows: int) -> Packer:
+    """The packer of policy.packing.mode=none: `rows` preferences of similar length at a time."""
+    longest = [len(p.prompt) + max(map(len, p.completions)) for p in bench.store.preferences]
+    sizes = np.array(longest, np.int64)
+    return Packer(bench.store.as_store(), sizes, row_lengths(max(longest)), "separate", rows, "first_fit_decreasing")
+
+
+def measure(way: str, o: argparse.Namespace) -> None:
+    """Time one way in this process, and print its result as JSON."""
+    shared = ["--shape", o.shape, "--pairs", str(o.pairs), "--steps", str(o.steps), "--weights", o.weights]
+    shared += ["--state-dtype", o.state_dtype, "--checkpointing", o.checkpointing]
+    shared += ["--pack-length", str(o.pack_length)] if way != "unpacked" else []
+    if o.checkpointing != "none":
+        shared += ["--no-compile"]  # recurrent layers cannot be compiled then
+    sys.argv = [sys.argv[0], *shared, *WAYS[way]]
+    bench = prepared(parsed())
+    cuda = bench.device.type == "cuda"
+    if way == "unpacked":
+        bench.packer = unpacked_packer(bench, o.rows)
+    else:
+        bench.compile()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    ends, reports = zip(*bench.steps(o.steps), strict=True)
+    seconds, done = ends[-1] - ends[WARM_UP - 1], reports[WARM_UP:]
+    config = bench.policy.model.config.get_text_config()
+    how = describe_recurrent_layers(config, bench.device, "bfloat16" if cuda else "float32")
+    result = {
+        "benchmark": "hybrids",
+        "way": way,
+        **{name: value for name, value in vars(o).items() if name not in ("ways", "only")},
+        "pairs_per_second": round(sum(report.num_pairs for report in done) / seconds, 2),
+        "unique_tokens_per_second": round(sum(report.num_tokens for report in done) / seconds),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if cuda else None,
+        "recurrent_layers": how if way != "unpacked" else "transformers' own",
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "torch": torch.__version__,
+    }
+    leave_process_group()
+    print(json.dumps(result))
+
+
+def main() -> None:
+    parser = options_of(__doc__)
+    parser.add_argument("--shape", choices=[name for name in SHAPES if SHAPES[name].more], default="tiny-granite4")
+    parser.add_argument("--pairs", type=int, default=64, help="pairs per global batch")
+    parser.add_argument("--pack-length", type=int, default=8192)
+    parser.add_argument("--rows", type=int, default=8, help="pairs that go through the model together without packing")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps, after two to warm up")
+    parser.add_argument("--weights", choices=["float32", "bfloat16_stochastic"], default="float32")
+    parser.add_argument("--state-dtype", choices=["float32", "bfloat16", "int8"], default="float32")
+    parser.add_argument("--checkpointing", choices=["none", "selective", "full"], default="none")
+    parser.add_argument("--ways", choices=WAYS, nargs="*", default=list(WAYS))
+    parser.add_argument("--only", choices=WAYS, help=argparse.SUPPRESS)  # in a child process
+    o = parser.parse_args()
+    if o.only:
+        measure(o.only, o)
+        return
+    results = []
+    for way in o.ways:
+        child = subprocess.run([sys.executable, *sys.argv, "--only", way], stdout=subprocess.PIPE, text=True)
+        if child.returncode:
+            print(f"{way:>22}  failed, see above", flush=True)
+            continue
+        results.append(json.loads(child.stdout.splitlines()[-1]))
+        one = results[-1]
+        print(
+            f"{way:>22}  {one['pairs_per_second']:>8} pairs/s  {one['peak_gib']} GiB  {one['recurrent_layers']}",
+            flush=True,
+        )
+    for one in results:
+        print(json.dumps(one))
+
+
+if __name__ == "__main__":
+    main()
