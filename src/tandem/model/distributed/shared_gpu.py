@@ -29,7 +29,7 @@ def register() -> str:
     return BACKEND
 
 
-_c10d: Any = torch._C._distributed_c10d
+_c10d: Any = torch._C._distributed_c10d  # type: ignore[attr-defined]
 _Group: Any = dist.ProcessGroup  # names its arguments differently from version to version
 
 
