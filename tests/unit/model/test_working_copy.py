@@ -59,7 +59,7 @@ def run(policy, packs, device):
 def test_a_single_rank_computes_the_same_bits_as_each_of_several(setup, ranks, packs, policy, monkeypatch, max_pending):
     monkeypatch.setattr(working_copy, "MAX_PENDING_GRADIENTS", max_pending)
     # sharded over a mesh of one, so that there is nothing to add up
-    several = SimpleNamespace(count=2, weights_mesh=ranks.shard_mesh, device=ranks.device)
+    several = SimpleNamespace(count=2, weights_mesh=ranks.weights_mesh, context_group=None, device=ranks.device)
     other = load_policy(setup.source, setup.config.policy, ranks.device)
     other = shard(other, several, bfloat16=True)  # type: ignore[arg-type]
     assert all(isinstance(parameter, DTensor) for parameter in other.parameters())

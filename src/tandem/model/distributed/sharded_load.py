@@ -5,6 +5,7 @@ which those of most models do. transformers rearranges the weights of some model
 every rank then loads the whole model first.
 """
 
+import copy
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ def model_without_weights(source: ModelSource, dtype: torch.dtype, attention: st
     from transformers.initialization import no_init_weights
 
     with within_limits(source), no_init_weights(), init_empty_weights(include_buffers=False):
-        model = auto_class(source.config).from_config(source.config, dtype=dtype, attn_implementation=attention)
+        config = copy.deepcopy(source.config)  # from_config changes its dtype, which exports use
+        model = auto_class(config).from_config(config, dtype=dtype, attn_implementation=attention)
     model.tie_weights()
     if (source.folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(str(source.folder))
