@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -129,7 +130,10 @@ while time.monotonic() < until:
 
 def start_stoppable(folder: Path, *, stops: bool) -> subprocess.Popen[str]:
     rank = STOPPABLE.replace("STOPS", str(stops))
-    starter = subprocess.Popen([sys.executable, "-c", STARTING, rank], cwd=folder, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", STARTING, rank]
+    # Processes in the background of a shell ignore Ctrl-C, and so would their children.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    starter = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
     wait_for(folder, "ready-0", "ready-1")
     return starter
 

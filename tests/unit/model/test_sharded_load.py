@@ -28,7 +28,9 @@ def loaded_both_ways(folder, dtype, shape):
     """The names of tensors that differ between a model read shard by shard and one that is loaded whole."""
     config = PolicyConfig.model_validate({"model_name": str(folder)})
     source = find_model(config)
+    published = source.config.dtype
     skeleton = unloaded_model(source, config, dtype)
+    assert source.config.dtype == published
     if skeleton is None:
         return None
     whole = load_policy(source, config, CPU, dtype=dtype)
