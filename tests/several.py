@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -34,6 +35,33 @@ def start(count: int, command: list[str], folder: Path) -> list[subprocess.Popen
         subprocess.Popen(command, env=environment, cwd=folder, stdout=pipe, stderr=pipe, text=True)
         for environment in environments(count)
     ]
+
+
+def ends(ranks: list[subprocess.Popen[str]]) -> list[tuple[str, int]]:
+    """Wait for the ranks. Return what each printed on stderr, and its exit code."""
+    return [(rank.communicate(timeout=300)[1], rank.returncode) for rank in ranks]
+
+
+def wait_for(path: Path, ranks: list[subprocess.Popen[str]]) -> None:
+    """Wait until a file exists, while all ranks run."""
+    until = time.monotonic() + 300
+    while not path.exists():
+        assert time.monotonic() < until, f"{path} never came"
+        assert all(rank.poll() is None for rank in ranks)
+        time.sleep(0.05)
+
+
+def named(number: int, ranks: list[subprocess.Popen[str]]) -> str:
+    """How messages name a rank."""
+    return f"rank {number} (process {ranks[number].pid} on {socket.gethostname()})"
+
+
+def lost(what: str) -> str:
+    """The message of a rank that lost another one."""
+    return (
+        f"tandem: error: {what}, so this one cannot continue. Checkpoints saved before are intact; run the same command to "
+        "resume from the newest.\n"
+    )
 
 
 def run_together(count: int, runs: list[list[str]], folder: Path) -> list[str]:

@@ -27,7 +27,7 @@ ONE_OF_EACH = [name for name in ("qwen3_next", "nemotron_h", "falcon_h1", "lfm2"
 
 
 def assert_same(found, wanted):
-    assert logp_difference(found, wanted) < 1e-5
+    assert logp_difference(found, wanted) < 3e-5
     assert gradient_difference(found, wanted) < 1e-4
 
 
@@ -109,7 +109,7 @@ def test_a_state_without_gradients_changes_only_gradients(architecture, monkeypa
     wanted = alone(model, rows)
     monkeypatch.setattr(scans, "copies", lambda states, segments: states.detach().index_select(0, segments.prompt_of))
     found = computed(model, as_policy(model), packed_rows(rows))
-    assert logp_difference(found, wanted) < 1e-5
+    assert logp_difference(found, wanted) < 3e-5
     assert gradient_difference(found, wanted) > 0.05
 
 

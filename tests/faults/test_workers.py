@@ -1,30 +1,15 @@
 """What befalls one of several workers: all end together, one says why, and nothing saved is lost."""
 
 import signal
-import socket
 import sys
-import time
 
 import pytest
 from listening import listening
 from running import SHORT
-from several import start
+from several import ends, lost, named, start, wait_for
 
 TANDEM = [sys.executable, "-m", "tandem", "train"]
 LONG = [*SHORT, "dpo.max_num_steps=40", "checkpointing.save_period=2", "run.dir=run"]
-
-
-def ends(ranks):
-    """What each worker printed at its end on stderr, and its exit code."""
-    return [(worker.communicate(timeout=300)[1], worker.returncode) for worker in ranks]
-
-
-def wait_for(path, ranks):
-    until = time.monotonic() + 300
-    while not path.exists():
-        assert time.monotonic() < until, f"{path} never came"
-        assert all(worker.poll() is None for worker in ranks)
-        time.sleep(0.05)
 
 
 def test_a_configuration_error_is_reported_once(tmp_path):
@@ -61,17 +46,6 @@ def test_a_signal_to_one_rank_stops_all_after_saving_and_a_lost_rank_ends_the_ot
     first, second = ends(ranks)
     assert second[1] == -signal.SIGKILL
     assert first == (lost(f"{named(1, ranks)} ended"), 1)
-
-
-def named(number, ranks):
-    return f"rank {number} (process {ranks[number].pid} on {socket.gethostname()})"
-
-
-def lost(what):
-    return (
-        f"tandem: error: {what}, so this one cannot continue. Checkpoints saved before are intact; run the same command to "
-        "resume from the newest.\n"
-    )
 
 
 @pytest.mark.slow

@@ -60,8 +60,9 @@ def exact_products():
 def test_float32_packs_equal_each_sequence_alone(architecture):
     rows = two_rows()
     model = tiny_hybrid(architecture).to(CUDA)
+    policy = as_policy(model, attention="sdpa")  # from here on, layers use torch operations in float32
     wanted = alone(model, rows)
-    found = computed(model, as_policy(model, attention="sdpa"), packed_rows(rows))
+    found = computed(model, policy, packed_rows(rows))
     assert logp_difference(found, wanted) < 1e-4
     assert gradient_difference(found, wanted) < 1e-3
 
@@ -73,8 +74,8 @@ def test_compiled_layers_with_flex_attention_equal_each_sequence_alone(architect
     torch._dynamo.reset()
     rows = two_rows()
     model = tiny_hybrid(architecture, **LARGER[architecture]).to(CUDA)
-    wanted = alone(model, rows)
     policy = as_policy(model, attention="flex", head_chunk=64)
+    wanted = alone(model, rows)
     compile_layers(policy)
     found = computed(model, policy, packed_rows(rows))
     assert logp_difference(found, wanted) < 2e-3

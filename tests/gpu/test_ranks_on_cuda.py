@@ -5,6 +5,8 @@ Over NCCL where there are enough GPUs; otherwise all ranks share the first GPU.
 
 import json
 import shutil
+import signal
+import sys
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from models import as_policy, tiny_model
 from running import SHORT, few_pairs, largest_difference, metrics_of, short_run, weights_of
-from several import environments, run_together
+from several import ends, environments, lost, named, run_together, start, wait_for
 
 from tandem.config.sections.parallel import Parallel
 from tandem.data.text.tokens import TokenizedPreference
@@ -128,6 +130,31 @@ def test_a_run_saved_by_four_ranks_resumes_on_two_and_on_one(runs, monkeypatch):
     assert f"Resuming from {cuts[2]}/checkpoints/step_2" in said[0]
     for cut in cuts.values():
         assert_alike(cut, run_dir(runs, "two by two"), 1e-4, 2e-4)
+
+
+def test_a_killed_and_a_hung_rank_are_named_and_the_run_resumes_to_the_same_end(folder):
+    """After a rank was killed, and another hung, the same command ends with the weights of a run that was never disturbed."""
+    steps = ["dpo.max_num_steps=24", "dpo.max_num_epochs=24", "policy.parallel.timeout_seconds=20"]
+    common = [one for one in COMMON if not one.startswith("dpo.max_num_")]
+
+    def started(name):
+        return start(2, [sys.executable, "-m", "tandem", "train", *common, *EXACT, *steps, f"run.dir={name}"], folder)
+
+    checkpoints = folder / "disturbed/checkpoints"
+    ranks = started("disturbed")
+    wait_for(checkpoints / "step_2", ranks)
+    ranks[1].kill()
+    assert ends(ranks)[0] == (lost(f"{named(1, ranks)} ended"), 1)
+
+    ranks = started("disturbed")
+    wait_for(checkpoints / f"step_{int((checkpoints / 'latest').resolve().name[5:]) + 2}", ranks)
+    ranks[1].send_signal(signal.SIGSTOP)
+    assert ends(ranks[:1]) == [(lost(f"{named(1, ranks)} no longer answers"), 1)]
+    ranks[1].kill()
+
+    assert [code for _, code in ends(started("disturbed"))] == [0, 0]
+    assert [code for _, code in ends(started("undisturbed"))] == [0, 0]
+    assert largest_difference(weights_of(folder / "disturbed"), weights_of(folder / "undisturbed")) < 1e-6
 
 
 LONG = 131_072

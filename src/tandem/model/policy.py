@@ -16,7 +16,7 @@ from tandem.model.attention.pack_attention import AttentionKind, PackMask, make_
 from tandem.model.distributed.context import Context, gather_values
 from tandem.model.head import Head
 from tandem.model.precision.working_copy import GradientSums, WorkingCopy
-from tandem.model.recurrent.layers import RecurrentLayers
+from tandem.model.recurrent.layers import RecurrentLayers, replace_functions
 from tandem.model.transfer import to_device
 from tandem.packing.layout import FILLER, Pack
 from tandem.packing.packer import BLOCK
@@ -65,12 +65,13 @@ class Policy(nn.Module):
         self.windows = windows_of(model)
         # Layers that carry a state along a row and need the segments of a pack; None if there are none, or without packs.
         self.recurrent = RecurrentLayers(model) if packed and self.architecture.scan else None
+        if self.architecture.scan and not packed:
+            replace_functions(model)  # so that kernels are checked before they are used
         self.block = BLOCK  # block size of FlexAttention
         self.working_copy: WorkingCopy | None = None  # bfloat16 copies that are used instead of the weights
         self.gradient_sums: GradientSums | None = None  # float32 gradients of bfloat16 weights
-        self.keeps_gathered = (
-            False  # whether layers keep the weights they gathered from other ranks until the backward pass
-        )
+        # Whether layers keep the weights they gathered from other ranks until the backward pass.
+        self.keeps_gathered = False
         self.context: Context | None = None  # the ranks that compute the same rows; None: only this one
 
     @contextmanager

@@ -1,5 +1,6 @@
 """Recurrent layers in packs: where segments are, which kernels are used, what is refused, what the audit finds."""
 
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from tandem.model.checks.audit import _check_calls
 from tandem.model.checks.state_gradients import check_state_gradients
 from tandem.model.files.source import ModelSource
 from tandem.model.recurrent import kernels as kernel_module
-from tandem.model.recurrent import outlook, scans
+from tandem.model.recurrent import layers, outlook, scans
 from tandem.model.recurrent.families import FAMILIES, StateSizes, state_sizes
 from tandem.model.recurrent.kernels import (
     Kernels,
@@ -271,6 +272,29 @@ def test_neither_a_cpu_nor_float32_uses_kernels():
 
 def granite():
     return tiny_config("granitemoehybrid", **hybrid_settings("granitemoehybrid"))
+
+
+@pytest.mark.parametrize("correct", [True, False])
+def test_outside_packs_the_kernel_of_the_delta_rule_is_used_only_if_it_is_correct(correct, monkeypatch):
+    def by_torch(query, key, value, **named):
+        return "torch"
+
+    @wraps(by_torch)
+    def kernel(query, key, value, **named):
+        return "kernel"
+
+    asked = []
+
+    def usable(*given):
+        asked.append(given)
+        return Kernels(kernel if correct else None, None)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(layers, "usable_kernels", usable)
+    query, value = torch.zeros(1, 3, 2, 8), torch.zeros(1, 3, 4, 16)
+    used = layers._delta_rule(kernel)(query, query, value, g=torch.zeros(1, 3, 4), beta=torch.zeros(1, 3, 4))
+    assert used == ("kernel" if correct else "torch")
+    assert asked == [("gated_delta", StateSizes(4, 2, 8, 16), torch.device("cpu"), torch.float32)]
 
 
 def test_a_run_prints_how_recurrent_layers_are_computed(monkeypatch):

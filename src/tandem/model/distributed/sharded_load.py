@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from tandem.errors import ConfigError, one_line
 from tandem.model.architecture import auto_class
+from tandem.model.distributed.shards import own_rows
 from tandem.model.files.build_limits import within_limits
 from tandem.model.files.source import ModelSource, weights_of
 
@@ -97,10 +98,8 @@ def _rows_of(stored: Any, tensor: Any, device: torch.device) -> Tensor:
     if not isinstance(tensor, DTensor):
         whole = stored[:].to(device, tensor.dtype)
         return nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
-    mesh, shards = tensor.device_mesh, tensor.device_mesh.ndim - 1  # an earlier dimension has replicas
-    num_rows = tensor.shape[0]
-    each = -(-num_rows // mesh.size(shards))
-    first = min(num_rows, each * mesh.get_local_rank(shards))
-    rows = stored[first : min(num_rows, first + each)].to(device, tensor.dtype)
+    own = own_rows(tensor)
+    rows = stored[own.start : own.stop].to(device, tensor.dtype)
     given = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
-    return nn.Parameter(DTensor.from_local(rows, mesh, tensor.placements, **given), tensor.requires_grad)
+    sharded = DTensor.from_local(rows, tensor.device_mesh, tensor.placements, **given)
+    return nn.Parameter(sharded, tensor.requires_grad)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tandem.model.distributed.shards import own_rows
+
 EXPONENT = 0x7F800000  # all exponent bits set: infinite or NaN
 
 
@@ -72,18 +74,10 @@ def salt_in_policy(name: str) -> int:
 
 
 def first_index(parameter: nn.Parameter) -> int:
-    """Return the index, in the full flattened tensor, at which this rank's shard begins.
-
-    fully_shard divides the rows of a tensor evenly over the ranks.
-    """
+    """Return the index, in the full flattened tensor, at which this rank's shard begins."""
     if not isinstance(parameter, DTensor):
         return 0
-    mesh, shards = (
-        parameter.device_mesh,
-        parameter.device_mesh.ndim - 1,
-    )  # the last dimension; an earlier one has replicas
-    rows = -(-parameter.shape[0] // mesh.size(shards)) * mesh.get_local_rank(shards)
-    return rows * (parameter.numel() // parameter.shape[0])
+    return own_rows(parameter).start * (parameter.numel() // parameter.shape[0])
 
 
 def cast_stochastically(parameter: nn.Parameter, salt: int) -> None:

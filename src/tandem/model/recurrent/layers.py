@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.model.recurrent import scans
-from tandem.model.recurrent.families import FAMILIES, StateSizes, state_sizes
+from tandem.model.recurrent.families import FAMILIES, Scan, StateSizes, state_sizes
 from tandem.model.recurrent.kernels import Kernels, usable_kernels
 from tandem.model.recurrent.segments import PackSegments
 from tandem.packing.layout import Pack
@@ -115,11 +115,17 @@ def _convolution(own: Callable[..., Any]) -> Callable[..., Any]:
 def _delta_rule(own: Callable[..., Any]) -> Callable[..., Any]:
     plain, by_torch = _plain(own), _by_torch(own)
 
+    def outside_packs(query: Tensor, value: Tensor, scan: Scan) -> Callable[..., Any]:
+        """Return `own` only if the kernel that it calls is correct here, which flash-linear-attention does not always check."""
+        sizes = StateSizes(value.shape[2], query.shape[2], query.shape[3], value.shape[3])
+        return plain if usable_kernels(scan, sizes, query.device, query.dtype).scan is not None else by_torch
+
     @wraps(own)
     def delta_rule(query: Tensor, key: Tensor, value: Tensor, *, pack: Any = None, **named: Any) -> Any:
         segments = _segments(pack, "scan")
         if segments is None:
-            return plain(query, key, value, **named)
+            scan: Scan = "gated_delta" if named["g"].dim() == 3 else "kimi_delta"
+            return outside_packs(query, value, scan)(query, key, value, **named)
         tensors = [query, key, value, named["g"], named["beta"]]
         return scans.gated_delta(by_torch, segments, tensors, normalizes=named["use_qk_l2norm_in_kernel"]), None
 

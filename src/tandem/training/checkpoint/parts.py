@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tandem.errors import CheckpointError
+from tandem.model.distributed.shards import own_rows
 
 DTYPES = {
     torch.float32: "F32",
@@ -54,11 +55,7 @@ def part_of(tensor: Any) -> Part:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return Part(tensor)
-    (*replicas, placement), mesh, rows = tensor.placements, tensor.device_mesh, tensor.shape[0]
-    assert placement.is_shard(0) and all(one.is_replicate() for one in replicas), tensor.placements
-    shards = len(replicas)  # the dimension of the mesh that holds the shards
-    each = -(-rows // mesh.size(shards))  # rows per rank; the last ranks have fewer, or none
-    return Part(tensor.to_local(), min(rows, each * mesh.get_local_rank(shards)))
+    return Part(tensor.to_local(), own_rows(tensor).start)
 
 
 def write_parts(file: Path, parts: dict[str, Part]) -> str:
