@@ -246,7 +246,13 @@ def prepared(o: argparse.Namespace) -> Bench:
     )
     if o.checkpointing != "none":
         recompute(policy, o.checkpointing)
-    shard(policy, ranks, bfloat16=ranks.device.type == "cuda", even_alone=o.sharded)
+    shard(
+        policy,
+        ranks,
+        bfloat16=ranks.device.type == "cuda",
+        even_alone=o.sharded,
+        reshard_after_forward=not o.keep_gathered,
+    )
     if ranks.device.type == "cuda" and not o.no_compile:
         compile_layers(policy)
     trained = (parameter for _, parameter in policy.trained())
@@ -316,6 +322,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--checkpointing", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--sharded", action="store_true", help="shard the weights with FSDP, even on one rank")
+    parser.add_argument("--keep-gathered", action="store_true", help="policy.parallel.reshard_after_forward=false")
     parser.add_argument("--deterministic", action="store_true", help="as run.deterministic=true")
     parser.add_argument("--reference", action="store_true", help="time the reference pass too")
     parser.add_argument("--profile", action="store_true", help="show where the time of two more steps goes")

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tandem.config.load import load_config
 from tandem.model.distributed.process_group import join_process_group
 from tandem.model.precision import working_copy
-from tandem.model.precision.rounding import cast_stochastically, salt_of
+from tandem.model.precision.rounding import ShardCasts, salt_of
 from tandem.training.start.references import load_sharded
 from tandem.training.start.setup import set_up
 from tandem.training.step import grad_norm
@@ -88,7 +88,7 @@ def test_stochastically_rounded_weights_are_right_on_average():
     with torch.no_grad():
         linear.weight.copy_(published)
     fully_shard(linear, mesh=ranks.weights_mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    cast_stochastically(linear.weight, salt_of("weight"))
+    ShardCasts().add(linear.weight, salt_of("weight"))
     change = 2**-12  # a thirty-second of a step
     computed = []
     for _ in range(2):

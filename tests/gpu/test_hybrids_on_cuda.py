@@ -31,6 +31,7 @@ from tandem.model.recurrent.kernels import (
     missing_package,
     usable_kernels,
 )
+from tandem.model.recurrent.layers import replace_functions
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -60,9 +61,9 @@ def exact_products():
 def test_float32_packs_equal_each_sequence_alone(architecture):
     rows = two_rows()
     model = tiny_hybrid(architecture).to(CUDA)
-    policy = as_policy(model, attention="sdpa")  # from here on, layers use torch operations in float32
+    replace_functions(model)  # from here on, layers use torch operations in float32
     wanted = alone(model, rows)
-    found = computed(model, policy, packed_rows(rows))
+    found = computed(model, as_policy(model, attention="sdpa"), packed_rows(rows))
     assert logp_difference(found, wanted) < 1e-4
     assert gradient_difference(found, wanted) < 1e-3
 
@@ -74,8 +75,9 @@ def test_compiled_layers_with_flex_attention_equal_each_sequence_alone(architect
     torch._dynamo.reset()
     rows = two_rows()
     model = tiny_hybrid(architecture, **LARGER[architecture]).to(CUDA)
-    policy = as_policy(model, attention="flex", head_chunk=64)
+    replace_functions(model)
     wanted = alone(model, rows)
+    policy = as_policy(model, attention="flex", head_chunk=64)
     compile_layers(policy)
     found = computed(model, policy, packed_rows(rows))
     assert logp_difference(found, wanted) < 2e-3

@@ -15,6 +15,7 @@ from tandem.model.architecture import architecture_of, trunk_of, windows_of
 from tandem.model.attention.pack_attention import AttentionKind, PackMask, make_mask
 from tandem.model.distributed.context import Context, gather_values
 from tandem.model.head import Head
+from tandem.model.precision.rounding import ShardCasts
 from tandem.model.precision.working_copy import GradientSums, WorkingCopy
 from tandem.model.recurrent.layers import RecurrentLayers, replace_functions
 from tandem.model.transfer import to_device
@@ -70,7 +71,8 @@ class Policy(nn.Module):
         self.block = BLOCK  # block size of FlexAttention
         self.working_copy: WorkingCopy | None = None  # bfloat16 copies that are used instead of the weights
         self.gradient_sums: GradientSums | None = None  # float32 gradients of bfloat16 weights
-        # Whether layers keep the weights they gathered from other ranks until the backward pass.
+        self.shard_casts: ShardCasts | None = None  # bfloat16 copies of this rank's shards of the weights
+        # Whether layers keep the weights they gathered from other ranks as long as the weights do not change.
         self.keeps_gathered = False
         self.context: Context | None = None  # the ranks that compute the same rows; None: only this one
 
@@ -82,14 +84,14 @@ class Policy(nn.Module):
         when the context ends.
         """
         with ExitStack() as stack:
-            for one in (self.working_copy, self.gradient_sums):
+            for one in (self.working_copy, self.gradient_sums, self.shard_casts):
                 if one is not None:
                     stack.enter_context(one.held())
             yield
         self._free_gathered()
 
     def _free_gathered(self) -> None:
-        """Free weights that were gathered for a forward pass without a backward pass. After an update they would be outdated."""
+        """Free weights that were gathered from other ranks. After an update they would be outdated."""
         for module in self.modules() if self.keeps_gathered else ():
             if isinstance(module, FSDPModule):
                 module.reshard()

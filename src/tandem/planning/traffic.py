@@ -25,7 +25,9 @@ class Layers:
 class Traffic:
     """Bytes that one rank sends (or receives, which is the same) for one pack: forward and backward."""
 
-    gathered: float  # weights, by all-gather: once for the forward pass, and again for the backward pass
+    gathered: (
+        float  # weights, by all-gather: for the forward pass and again for the backward pass, unless they are kept
+    )
     reduced: float  # gradients, by reduce-scatter, and by all-reduce between replicas
     exchanged: float  # queries, keys, values and results of attention, by all-to-all; 0 without context parallelism
 
@@ -42,19 +44,20 @@ def traffic(
     weight_bytes: int = 2,
     gradient_bytes: int = 4,
     number_bytes: int = 2,
-    reshards: bool = True,
+    kept_for: int | None = None,
     recomputes: bool = False,
 ) -> Traffic:
     """Return the bytes that one rank exchanges for one pack of `row_tokens` tokens.
 
     `weight_bytes`, `gradient_bytes` and `number_bytes`: of a gathered weight, a reduced gradient, and a number in attention.
-    `reshards`: policy.parallel.reshard_after_forward. `recomputes`: whether attention is recomputed in the backward pass.
+    `kept_for`: for how many packs gathered weights are kept, with policy.parallel.reshard_after_forward=false.
+    `recomputes`: whether attention is recomputed in the backward pass.
     """
     in_layers = layers.num_layers * layers.weights_per_layer
     shards = mesh.weight_shards
     others = (shards - 1) / shards  # the share of a tensor that a rank does not hold itself
     # All weights but those of the layers are always gathered twice.
-    gathers = in_layers * (2 if reshards else 1) + 2 * layers.other_weights
+    gathers = in_layers * (2 if kept_for is None else 1 / kept_for) + 2 * layers.other_weights
     all_weights = in_layers + layers.other_weights
     between_replicas = 2 * (mesh.replicate - 1) / mesh.replicate * all_weights / shards
     key_heads = math.lcm(layers.num_key_heads, mesh.context)

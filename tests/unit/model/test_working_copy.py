@@ -14,7 +14,7 @@ from tandem.config.load import load_config
 from tandem.model.distributed.layers import freeze, shard
 from tandem.model.distributed.process_group import join_process_group
 from tandem.model.load import load_policy
-from tandem.model.precision import working_copy
+from tandem.model.precision import rounding, working_copy
 from tandem.model.precision.working_copy import WorkingCopy
 from tandem.training.start.setup import set_up
 
@@ -179,3 +179,25 @@ def test_a_frozen_weight_gets_no_gradient():
     with copy.held():
         linear(x).sum().backward()
     assert linear.weight.grad is None
+
+
+def test_a_sharded_policy_casts_each_weight_once_a_step_and_again_after_an_update(setup, ranks, packs, monkeypatch):
+    cast = []
+
+    def counted(values, start):
+        cast.append(start)
+        return rounding_of(values, start)
+
+    rounding_of = rounding.round_to_bfloat16
+    monkeypatch.setattr(rounding, "round_to_bfloat16", counted)
+    loaded = load_policy(setup.source, setup.config.policy, ranks.device)
+    policy = shard(loaded, ranks, bfloat16=True, even_alone=True)
+    first = run(policy, packs, ranks.device)
+    assert len(cast) == len(list(policy.parameters()))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += 0.01
+    policy.zero_grad()
+    second = run(policy, packs, ranks.device)
+    assert len(cast) == 2 * len(list(policy.parameters()))
+    assert not torch.equal(first[0][0], second[0][0])

@@ -29,7 +29,7 @@ class Parallel(Section):
     reshard_after_forward: bool = Field(
         default=True,
         description="free the gathered weights of a layer after its forward pass and gather them again for the backward pass; "
-        "false: keep them, for less communication and more memory",
+        "false: keep them for all packs of a step, for less communication and more memory",
     )
     timeout_seconds: Positive = Field(
         default=1800,

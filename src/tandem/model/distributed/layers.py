@@ -20,7 +20,7 @@ from tandem.model.distributed.process_group import Ranks
 from tandem.model.files.source import ModelSource
 from tandem.model.load import empty_model
 from tandem.model.policy import Policy
-from tandem.model.precision.rounding import cast_stochastically, salt_in_policy
+from tandem.model.precision.rounding import ShardCasts, salt_in_policy
 from tandem.model.precision.working_copy import GradientSums, WorkingCopy
 
 
@@ -57,7 +57,8 @@ def shard(
     unsharded = {parameter for parameter in policy.parameters() if not parameter.is_floating_point()}
     given: dict[str, Any] = {"mesh": ranks.weights_mesh, "mp_policy": precision, "ignored_params": unsharded}
     for layer in decoder_layers(policy.model):
-        fully_shard(layer, reshard_after_forward=reshard_after_forward, **given)
+        sharded = fully_shard(layer, reshard_after_forward=reshard_after_forward, **given)
+        sharded.set_reshard_after_backward(reshard_after_forward)
     # The root must also free its gathered weights after a forward. By default it keeps them until the backward, and after a
     # forward without one (validation, reference) `parameters()` would not return what the optimizer updates.
     fully_shard(policy, reshard_after_forward=True, **given)
@@ -71,9 +72,11 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
     for method in ("plain_logps", "generate"):
         register_fsdp_forward_method(policy, method)
-    for name, parameter in policy.named_parameters():
-        if bfloat16 and parameter.dtype == torch.float32:
-            cast_stochastically(parameter, salt_in_policy(name))
+    if bfloat16:
+        policy.shard_casts = ShardCasts()
+        for name, parameter in policy.named_parameters():
+            if parameter.dtype == torch.float32:
+                policy.shard_casts.add(parameter, salt_in_policy(name))
     _sum_gradients_in_float32(policy)
     return policy
 

@@ -7,6 +7,8 @@ the tensor, so they are the same after a resume and on any number of ranks.
 
 import weakref
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,25 +82,53 @@ def first_index(parameter: nn.Parameter) -> int:
     return own_rows(parameter).start * (parameter.numel() // parameter.shape[0])
 
 
-def cast_stochastically(parameter: nn.Parameter, salt: int) -> None:
-    """Make fully_shard cast this float32 parameter to bfloat16 with stochastic rounding instead of rounding to nearest."""
-    shard: Any = parameter._local_tensor  # type: ignore[attr-defined]
-    cast = _ShardCast(weakref.ref(shard), hash_start(first_index(parameter), salt))
-    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = cast.before, cast.after
+class ShardCasts:
+    """The casts of a policy's shards. Inside the context `held`, each shard is cast once, however often it is gathered."""
+
+    def __init__(self) -> None:
+        self.is_held = False
+        self.casts: list[_ShardCast] = []
+
+    def add(self, parameter: nn.Parameter, salt: int) -> None:
+        """Make fully_shard cast this float32 parameter to bfloat16 with stochastic rounding instead of rounding to nearest."""
+        shard: Any = parameter._local_tensor  # type: ignore[attr-defined]
+        cast = _ShardCast(self, weakref.ref(shard), hash_start(first_index(parameter), salt))
+        self.casts.append(cast)
+        shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = cast.before, cast.after
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The weights must not change inside this context."""
+        if self.is_held:
+            yield
+            return
+        self.is_held = True
+        try:
+            yield
+        finally:
+            self.is_held = False
+            for cast in self.casts:
+                cast.kept = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _ShardCast:
     """The hooks that fully_shard calls before and after it gathers the shards of a parameter. The first hook casts the shard."""
 
+    casts: ShardCasts
     shard: Any  # a weak reference, because the shard refers to this object
     start: int  # hash input of its first number
+    kept: Tensor | None = None
 
     def before(self, mesh: Any, size: torch.Size, stride: Any, module: Any, precision: Any) -> tuple[Any, None]:
+        if self.kept is not None:
+            return (self.kept,), None
         shard = self.shard()
         cast = round_to_bfloat16(shard, self.start)
         if missing := -(-size[0] // mesh.size()) - len(shard):  # all shards are padded to the length of the longest
             cast = torch.cat([cast, cast.new_zeros(missing, *size[1:])])
+        if self.casts.is_held:
+            self.kept = cast
         return (cast,), None
 
     def after(self, parts: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
