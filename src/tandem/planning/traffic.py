@@ -56,9 +56,8 @@ def traffic(
     in_layers = layers.num_layers * layers.weights_per_layer
     shards = mesh.weight_shards
     others = (shards - 1) / shards  # the share of a tensor that a rank does not hold itself
-    # All weights but those of the layers are always gathered twice.
-    gathers = in_layers * (2 if kept_for is None else 1 / kept_for) + 2 * layers.other_weights
     all_weights = in_layers + layers.other_weights
+    gathers = all_weights * (2 if kept_for is None else 1 / kept_for)
     between_replicas = 2 * (mesh.replicate - 1) / mesh.replicate * all_weights / shards
     key_heads = math.lcm(layers.num_key_heads, mesh.context)
     per_token = (2 * layers.num_heads + 2 * key_heads) * layers.head_dim  # query, key, value, and the result

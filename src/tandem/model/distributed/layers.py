@@ -56,12 +56,11 @@ def shard(
     # Quantised weights are integers and frozen: every rank holds all of them.
     unsharded = {parameter for parameter in policy.parameters() if not parameter.is_floating_point()}
     given: dict[str, Any] = {"mesh": ranks.weights_mesh, "mp_policy": precision, "ignored_params": unsharded}
-    for layer in decoder_layers(policy.model):
-        sharded = fully_shard(layer, reshard_after_forward=reshard_after_forward, **given)
+    for module in (*decoder_layers(policy.model), policy):
+        # Also the root: by default it keeps gathered weights until the backward pass, and after a forward pass without one
+        # (validation, reference) `parameters()` would not return what the optimizer updates.
+        sharded = fully_shard(module, reshard_after_forward=reshard_after_forward, **given)
         sharded.set_reshard_after_backward(reshard_after_forward)
-    # The root must also free its gathered weights after a forward. By default it keeps them until the backward, and after a
-    # forward without one (validation, reference) `parameters()` would not return what the optimizer updates.
-    fully_shard(policy, reshard_after_forward=True, **given)
     policy.keeps_gathered = not reshard_after_forward
     if read is not None:
         read()
