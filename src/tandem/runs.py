@@ -25,7 +25,7 @@ from tandem.errors import CheckpointError, ConfigError
 from tandem.storage.cache import is_checkpoint, is_export
 from tandem.storage.ownership import step_in
 from tandem.training.checkpoint.ranking import Record, measured_on, records_in
-from tandem.training.run.directory import stored_config, why_not_a_run
+from tandem.training.run.directory import SWEEP_FILE, stored_config, why_not_a_run
 
 Status = Literal["finished", "running", "stopped"]
 T = TypeVar("T")
@@ -175,9 +175,18 @@ def list_runs(folder: str | Path, each: Callable[[list[Path]], Iterable[Path]] =
     """
     place = Path(folder)
     if not place.is_dir():
-        raise ConfigError(f"{place}: there is no such folder. Name the folder that holds the runs.")
+        raise ConfigError(
+            f"{place}: there is no such folder here. `tandem train` starts a run in runs; `tandem runs FOLDER` lists the runs "
+            "of another folder."
+        )
     found = [place] if _is_run(place) else [path for path in _entries(place) if _is_run(path)]
     return [open_run(path) for path in each(sorted(found, key=lambda path: _natural(path.name)))]
+
+
+def list_sweeps(folder: str | Path) -> list[Path]:
+    """The sweeps in a folder, in the order of their names."""
+    found = [path for path in _entries(Path(folder)) if (path / SWEEP_FILE).is_file()]
+    return sorted(found, key=lambda path: _natural(path.name))
 
 
 def refuse_other_than_run(folder: Path) -> None:
@@ -249,9 +258,10 @@ def _is_run(path: Path) -> bool:
     return not path.name.startswith(".") and path.is_dir() and (path / "config.yaml").is_file()
 
 
-def _natural(name: str) -> list[tuple[int, int | str]]:
-    """A sort key in which run-2 comes before run-10."""
-    return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d{1,18})", name) if part]
+def _natural(name: str) -> list[tuple[int, float | str]]:
+    """A sort key in which run-2 comes before run-10, and lr-5e-07 before lr-1e-06."""
+    parts = re.split(r"((?:0\.)?\d{1,18}(?:e-\d{1,2})?)", name)
+    return [(0, float(part)) if i % 2 else (1, part) for i, part in enumerate(parts) if part]
 
 
 def _entries(folder: Path) -> list[Path]:

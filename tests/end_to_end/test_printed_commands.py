@@ -143,9 +143,8 @@ def test_the_suggested_run_of_a_real_model_omits_settings_of_the_embedded_defaul
         (tmp_path / "config.yaml").write_text(loaded.as_yaml())
         loaded = load_config(f"{tmp_path}/config.yaml", ["dpo.max_num_steps=3", f"run.dir={tmp_path}"])
     command = with_real_model(loaded, tmp_path, 370)
-    assert shlex.split(command)[-5:] == [
+    assert shlex.split(command)[-4:] == [
         "train",
-        "dpo.max_num_steps=3",
         f"policy.model_name={REAL_MODEL}",
         "data.train.data_path=embedded",
         "policy.train_global_batch_size=8",

@@ -8,7 +8,7 @@ import pytest
 from run_directories import make_run, record
 
 from tandem.errors import CheckpointError, ConfigError
-from tandem.runs import list_runs, open_run, wilson
+from tandem.runs import list_runs, list_sweeps, open_run, wilson
 
 
 def test_everything_a_finished_run_holds(tmp_path):
@@ -130,14 +130,26 @@ def test_a_folder_inside_a_run_is_refused_with_a_hint(tmp_path):
 
 
 def test_runs_are_listed_in_the_order_of_their_numbers(tmp_path):
-    for name in ("a-10", "a-2", "b"):
+    ordered = ["a-2", "a-10", "b", "beta-0.05", "beta-0.1", "beta-0.3", "lr-5e-07", "lr-1e-06"]
+    for name in sorted(ordered):
         make_run(tmp_path / name)
     (tmp_path / "notes").mkdir()
     (tmp_path / ".hidden").mkdir()
-    assert [run.name for run in list_runs(tmp_path)] == ["a-2", "a-10", "b"]
+    assert [run.name for run in list_runs(tmp_path)] == ordered
     assert [run.name for run in list_runs(tmp_path / "b")] == ["b"]
     with pytest.raises(ConfigError, match="there is no such folder"):
         list_runs(tmp_path / "other")
+
+
+def test_a_sweep_is_listed_and_not_taken_for_a_run(tmp_path):
+    make_run(tmp_path / "sweep-1/beta-0.1")
+    (tmp_path / "sweep-1/sweep.json").write_text("{}")
+    assert list_sweeps(tmp_path) == [tmp_path / "sweep-1"]
+    with pytest.raises(CheckpointError) as refused:
+        open_run(tmp_path / "sweep-1")
+    assert str(refused.value) == (
+        f"{tmp_path}/sweep-1: it is a sweep: name one of its runs, such as {tmp_path}/sweep-1/beta-0.1."
+    )
 
 
 def test_an_interpolated_value_is_shown_as_it_is_stored(tmp_path):

@@ -1,6 +1,7 @@
 """`tandem runs`: lists runs with their results and the settings in which they differ."""
 
 import json
+import shlex
 from typing import Annotated
 
 import typer
@@ -20,7 +21,7 @@ def show_runs(
     from tandem.page.listing import COLUMNS, changed_keys, list_row
     from tandem.page.listing import as_json as run_as_json
     from tandem.report.reporter import Reporter
-    from tandem.runs import list_runs
+    from tandem.runs import list_runs, list_sweeps
 
     reporter = Reporter("quiet" if as_json or quiet else "normal")
     runs = list_runs(folder, with_bar("Reading runs", reporter))
@@ -28,10 +29,13 @@ def show_runs(
         print(json.dumps([run_as_json(run) for run in runs], ensure_ascii=False, indent=1))
         return
     table = Reporter("normal")
+    sweeps = [f"Sweep: `tandem runs {shlex.quote(str(sweep))}` lists its runs." for sweep in list_sweeps(folder)]
     if not runs:
-        table.say(f"{folder}: no runs. `tandem train` starts one.")
+        table.say("\n".join(sweeps) or f"{folder}: no runs. `tandem train` starts one.")
         return
     table.table(COLUMNS, [list_row(run) for run in runs])
-    reporter.say("\nChanged settings" if len(runs) == 1 else "\nSettings in which they differ")
+    reporter.say("\nSettings other than the defaults" if len(runs) == 1 else "\nSettings in which they differ")
     for run, keys in zip(runs, changed_keys(runs), strict=True):
         reporter.say(f"  {run.name}: {', '.join(keys) or 'none'}", hang=4)
+    if sweeps:
+        reporter.say("\n" + "\n".join(sweeps))

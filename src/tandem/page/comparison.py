@@ -14,11 +14,12 @@ from tandem.training.checkpoint.ranking import measured_on
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The run with the highest accuracy, and whether another run's interval reaches it."""
+    """The run with the highest accuracy, and how clear that is."""
 
     run: Run
     accuracy: Interval
-    is_clear: bool
+    is_clear: bool  # whether the intervals of all other runs are below it
+    num_equal: int  # other runs with the same accuracy
 
 
 def best_of(runs: Sequence[Run]) -> Best | None:
@@ -35,8 +36,24 @@ def best_of(runs: Sequence[Run]) -> Best | None:
     ordered = sorted(
         known, key=lambda one: (one[2].share, number_in(one[1], "rewards_margin_mean") or 0.0), reverse=True
     )
-    run, _, accuracy = ordered[0]
-    return Best(run, accuracy, is_clear=all(other.high < accuracy.low for _, _, other in ordered[1:]))
+    (run, _, accuracy), *others = ordered
+    return Best(
+        run,
+        accuracy,
+        is_clear=all(other.high < accuracy.low for _, _, other in others),
+        num_equal=sum(other.share == accuracy.share for _, _, other in others),
+    )
+
+
+def how_clear(*, is_clear: bool, num_equal: int) -> str:
+    """Say in a sentence how sure it is that the best run is better than the others."""
+    if is_clear:
+        return "The intervals of all other runs are below it."
+    if num_equal:
+        return (
+            f"{num_equal} other {'run has' if num_equal == 1 else 'runs have'} the same; the largest margin is marked."
+        )
+    return "Its interval overlaps with that of another run: the difference may be chance."
 
 
 def _validated(run: Run) -> Record | None:
@@ -100,10 +117,10 @@ def _verdict(runs: Sequence[Run], best: Best | None) -> Markup:
         )
         return callout("info", "No run is marked as the best.", f"{why}, so their results cannot be compared.")
     found = f"{best.run.name}: {percent(best.accuracy.share)} ({percent(best.accuracy.low)} to {percent(best.accuracy.high)})."
+    clear = how_clear(is_clear=best.is_clear, num_equal=best.num_equal)
     if best.is_clear:
-        return callout("good", "Best accuracy:", f"{found} The intervals of all other runs are below it.")
-    why = "Its interval overlaps with that of another run: the difference may be chance. Validate on more pairs to be sure."
-    return callout("info", "Best accuracy:", f"{found} {why}")
+        return callout("good", "Best accuracy:", f"{found} {clear}")
+    return callout("info", "Best accuracy:", f"{found} {clear} Validate on more pairs to be sure.")
 
 
 def _differences(runs: Sequence[Run]) -> Markup:

@@ -12,6 +12,6 @@ def say_translation(
     if all_keys:
         lines = full_table(translation, file).splitlines()
     else:
-        lines = [f"{summary(translation, file)} {rest}".rstrip(), *(f"  {one}" for one in short_lines(translation))]
+        lines = [f"{summary(translation, file)} {rest}".rstrip(), *short_lines(translation)]
     for line in lines:  # one by one, because a long message is shortened
         reporter.say(line, hang=4)

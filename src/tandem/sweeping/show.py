@@ -1,5 +1,6 @@
 """Prints the plan of a sweep, and its result as a table."""
 
+from tandem.page.comparison import how_clear
 from tandem.page.html import percent
 from tandem.report.reporter import Reporter
 from tandem.sweeping.records import SweepResult, SweepRun
@@ -21,12 +22,10 @@ def show_result(result: SweepResult, reporter: Reporter) -> None:
     rows = [_row(run, result, names_metric=len(metrics) > 1) for run in result.runs]
     reporter.table(["run", "accuracy", "95 % interval", metric, "at step"], rows)
     if result.best is not None and result.best.accuracy is not None:
-        clear = (
-            "The intervals of all other runs are below it."
-            if result.best_is_clear
-            else "Its interval overlaps with that of another run: the difference may be chance."
-        )
-        reporter.say(f"* best accuracy: {percent(result.best.accuracy.share)}. {clear}")
+        share = result.best.accuracy.share
+        equal = [run for run in result.runs if run.accuracy is not None and run.accuracy.share == share]
+        clear = how_clear(is_clear=result.best_is_clear, num_equal=len(equal) - 1)
+        reporter.say(f"* best accuracy: {percent(share)}. {clear}")
     else:
         reporter.say("No run is marked as the best: fewer than two finished runs were validated on the same pairs.")
     if result.page is not None:

@@ -296,7 +296,7 @@ def test_a_key_without_effect_has_its_reason(changes, key, reason):
         ),
         (
             {"pref_betta": 0.1},
-            "pref_betta = 0.1: tandem does not know this key of LLaMA-Factory. Did you mean pref_beta? Remove it.",
+            "pref_betta = 0.1: tandem does not know this key of LLaMA-Factory. Did you mean pref_beta? Otherwise remove it.",
         ),
     ],
 )

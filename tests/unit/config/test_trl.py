@@ -355,6 +355,16 @@ def test_the_length_of_a_run_and_its_periods(load):
     assert not none.config.checkpointing.enabled
 
 
+def test_a_file_has_no_split_to_validate_on(load):
+    given = {"model_name_or_path": "org/model", "dataset_name": "pairs.jsonl", "dataset_train_split": "train"}
+    translated = load({**given, "eval_strategy": "steps", "eval_steps": 5}).translation
+    assert translated.tree["data"]["train"] == {"data_path": "pairs.jsonl"}
+    assert "validation" not in translated.tree["data"]
+    (name,) = (row for row in translated.rows if row.key == "dataset_name")
+    assert "set data.validation.data_path or data.validation_share" in name.outcome.note
+    assert outcomes(translated)["dataset_train_split"] == ("no effect", {})
+
+
 def test_mixtures_of_datasets(load):
     tree = {
         "model_name_or_path": "org/model",
@@ -523,7 +533,7 @@ REFUSED = [
     ),
     (
         {"learning_rat": 1e-6},
-        "learning_rat = 1e-06: tandem does not know this key of TRL. Did you mean learning_rate? Remove it.",
+        "learning_rat = 1e-06: tandem does not know this key of TRL. Did you mean learning_rate? Otherwise remove it.",
     ),
 ]
 

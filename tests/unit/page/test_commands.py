@@ -75,6 +75,9 @@ def test_a_list_of_runs(tmp_path):
         "  beta-2: dpo.reference_policy_kl_penalty=0.3\n"
     )
     assert [run["name"] for run in json.loads(tandem("runs", "--json", cwd=tmp_path).stdout)] == ["beta-1", "beta-2"]
+    make_run(tmp_path / "runs/sweep 1/beta-1")
+    (tmp_path / "runs/sweep 1/sweep.json").write_text("{}")
+    assert tandem("runs", cwd=tmp_path).stdout.endswith("\nSweep: `tandem runs 'runs/sweep 1'` lists its runs.\n")
     (tmp_path / "empty").mkdir()
     assert tandem("runs", tmp_path / "empty").stdout == f"{tmp_path}/empty: no runs. `tandem train` starts one.\n"
     assert tandem("runs", tmp_path / "other").returncode == 2

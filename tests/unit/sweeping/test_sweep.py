@@ -13,6 +13,7 @@ import pytest
 
 from tandem.cli import main as cli
 from tandem.errors import CheckpointError, ConfigError, DataError, StoppedError
+from tandem.page.comparison import how_clear
 from tandem.page.write import write_report
 from tandem.report.reporter import Reporter
 from tandem.storage.cache import is_export
@@ -48,6 +49,11 @@ def command(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
     code = ended.value.code
     assert code is None or isinstance(code, int)
     return code or 0, said.out, said.err
+
+
+def test_runs_that_are_equally_good_are_said_to_be():
+    assert how_clear(is_clear=False, num_equal=1) == "1 other run has the same; the largest margin is marked."
+    assert how_clear(is_clear=False, num_equal=2) == "2 other runs have the same; the largest margin is marked."
 
 
 def test_a_sweep_trains_every_run_and_ends_with_a_table_and_a_page(tmp_path, monkeypatch, capsys):

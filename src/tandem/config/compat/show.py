@@ -28,7 +28,9 @@ def summary(translation: Translation, file: str | None) -> str:
 
 def short_lines(translation: Translation) -> list[str]:
     """The keys that are translated or get another default, one per line."""
-    return list(_lines(row for kind in ("translated", "default") for row in translation.of_kind(kind)))
+    lines = [f"  {line}" for line in _lines(translation.of_kind("translated"))]
+    defaults = [f"  {line}" for line in _lines(translation.of_kind("default"))]
+    return [*lines, *([f"Not set there, so {translation.origin}'s defaults apply:", *defaults] if defaults else [])]
 
 
 def full_table(translation: Translation, file: str | None) -> str:

@@ -230,4 +230,4 @@ def _reason(name: str, row: TranslatedKey, known: list[str]) -> str:
         return row.outcome.note or ""
     near = closest(row.key, known)
     hint = f"Did you mean {near}?" if near else suggestion(row.key)
-    return f"tandem does not know this key of {name}.{f' {hint}' if hint else ''} Remove it."
+    return f"tandem does not know this key of {name}. {f'{hint} Otherwise remove it.' if hint else 'Remove it.'}"

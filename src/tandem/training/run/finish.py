@@ -35,6 +35,7 @@ RUN_DIRECTORY_KEYS = ("run.dir", "checkpointing.checkpoint_dir")  # directories 
 MODEL_KEYS = ("policy.revision", "policy.tokenizer.name", "policy.lora.adapter", "reference.model")
 BATCH_SIZE_KEY = "policy.train_global_batch_size"
 RATE_KEY = "policy.optimizer.kwargs.lr"
+STEPS_KEY = "dpo.max_num_steps"
 
 
 def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, per_pair: Path | None) -> None:
@@ -195,13 +196,13 @@ def with_real_model(loaded: LoadedConfig, run: Path, num_pairs: int) -> str:
     """Return the command that repeats a run with a real model instead of the tiny embedded one, in another run directory.
 
     The learning rate is left at its default, and the batch size is the one suggested for `num_pairs` pairs: values that suit
-    the tiny random model do not suit a pretrained one.
+    the tiny random model do not suit a pretrained one. So is the number of steps, unless the pairs are the user's own.
     """
     config, own = loaded.config, _has_own_pairs(loaded)
     is_resumed = loaded.file is not None and Path(loaded.file).resolve() == (run / "config.yaml").resolve()
     # A run's config.yaml contains the embedded default configuration, which is for the embedded model only.
     file = None if is_resumed and not own else loaded.file
-    left_out = (*RUN_DIRECTORY_KEYS, *MODEL_KEYS, RATE_KEY)
+    left_out = (*RUN_DIRECTORY_KEYS, *MODEL_KEYS, RATE_KEY, *([] if own else [STEPS_KEY]))
     given = [one for one in loaded.overrides if key_of(one) not in left_out]
     if file is not None:
         given += [override(key, None) for key in (*RUN_DIRECTORY_KEYS, *MODEL_KEYS) if _value(config, key) is not None]

@@ -9,6 +9,7 @@ from tandem.config.compat.rules.hugging_face import SetError, rows_of_split
 from tandem.config.sections.policy import ALL_LINEAR
 
 FILE_LOADERS = ("json", "csv", "parquet", "arrow")  # names that datasets has for kinds of files
+FILE_ENDINGS = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".gz", ".zst")
 PEFT_LAYERS = ["q_proj", "v_proj"]
 PEFT_LAYERS_NOTE = "peft's own choice for most models; set target_modules for others"
 SCRIPT_LORA = {"r": 8, "lora_alpha": 8}  # defaults of LoraConfig
@@ -128,6 +129,8 @@ def dataset(key: str, value: Any, given: Given) -> Outcome:
     if given.get("datasets"):
         return no_effect("datasets names the data.")
     found: dict[str, Any] = {}
+    if str(given.get("dataset_name")).endswith(FILE_ENDINGS):
+        return _file(key, value, given)
     if key == "dataset_name":
         found["data.train.data_path"] = value
         if evaluates(given):
@@ -143,6 +146,14 @@ def dataset(key: str, value: Any, given: Given) -> Outcome:
             return no_effect("eval_strategy is no, so nothing is validated.")
         found["data.validation.split"] = value
     return translated(found)
+
+
+def _file(key: str, value: Any, given: Given) -> Outcome:
+    """The same keys if dataset_name is a file, which has no splits."""
+    if key != "dataset_name":
+        return no_effect("dataset_name is a file, which has no parts.")
+    note = "a file has no split to validate on; to validate, set data.validation.data_path or data.validation_share"
+    return translated({"data.train.data_path": value}, note if evaluates(given) else None)
 
 
 def _test_split(given: Given) -> str:
