@@ -1,6 +1,7 @@
 """The Typer application that commands register with, and the options that several commands share."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from tandem.report.reporter import Reporter
 
 
+STARTED = time.perf_counter()  # about when the process started
 ARGUMENTS = "tandem.arguments"  # in the context of a command: everything after `tandem` on the command line
 
 

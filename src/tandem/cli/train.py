@@ -12,6 +12,7 @@ import typer
 from tandem.cli.app import (
     ARGUMENTS,
     LOADING_MESSAGE,
+    STARTED,
     AllowCode,
     AllowEnv,
     ConfigFile,
@@ -130,7 +131,7 @@ def _train_and_leave_group(
     from tandem.report.reporter import Reporter
     from tandem.training.trainer import train as run_training
 
-    reporter = Reporter(verbosity, as_json=as_json)
+    reporter = Reporter(verbosity, as_json=as_json, started=STARTED)
     try:
         run_training(loaded, reporter, fresh=fresh, per_pair=per_pair)
     except BaseException:

@@ -16,6 +16,7 @@ from rich.text import Text
 from tandem.data.preflight import HELD_OUT, NGRAM, PERCENTILES, Lengths, Preflight, warnings_of
 from tandem.errors import writing
 from tandem.failpoints import fail_point
+from tandem.report.start_times import StartTimes
 from tandem.storage.ownership import open_own
 from tandem.terminal.console import SafeConsole, printing_above
 from tandem.terminal.printable import escaped, scrubbed, shortened
@@ -98,14 +99,26 @@ class NoMetricsFile(MetricsFile):
 class Reporter:
     """Prints messages, tables and progress. Progress bars and line wrapping are used only on a terminal."""
 
-    def __init__(self, verbosity: Verbosity = "normal", console: Console | None = None, *, as_json: bool = False):
-        """`as_json`: print records and the result as JSON lines on standard output, and everything else on standard error."""
+    def __init__(
+        self,
+        verbosity: Verbosity = "normal",
+        console: Console | None = None,
+        *,
+        as_json: bool = False,
+        started: float | None = None,
+    ):
+        """Print to `console`, or to standard output.
+
+        `as_json`: print records and the result as JSON lines on standard output, and everything else on standard error.
+        `started`: as `began` of StartTimes.
+        """
         in_ci = os.environ.get("CI", "") not in ("", "0", "false")
         self.console = console or SafeConsole(stderr=as_json, force_terminal=False if in_ci else None)
         if console is None and not self.console.is_terminal:
             self.console.width = PLAIN_WIDTH
         self.verbosity = verbosity
         self.as_json = as_json
+        self.start_times = StartTimes(started)
         self.shows_parts = False  # whether to show the preference loss and the SFT loss next to their sum
 
     def say(self, text: str = "", *, hang: int | None = None) -> None:

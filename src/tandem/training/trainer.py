@@ -60,6 +60,7 @@ def train(
 
     `per_pair`: a file to which the metrics of every pair are written after training.
     """
+    reporter.start_times.begin("device and ranks")
     if loaded.config.run.deterministic:
         compute_deterministically()
     ranks = join_process_group(loaded.config.policy.parallel)
@@ -87,6 +88,7 @@ def _train(
         if per_pair is None:
             reporter.result(run)
             return run
+    reporter.start_times.begin("data and checks")
     ranks.run_or_stop_all(lambda: export_named_checkpoints(loaded.config, reporter.say), on=ranks.is_first_here)
     stopping = Stopping(loaded.config.checkpointing.seconds_to_save_by, ranks.highest)
     callbacks.start(run, stopping, is_first=ranks.is_first)
@@ -237,9 +239,11 @@ def _loop(t: Training) -> list[ValidationReport]:
     total, val_period = t.setup.plan.num_steps, t.setup.plan.val_period
     before = _recorded_start(t)
     if t.setup.config.dpo.val_at_start and t.progress.step == 0:
+        t.reporter.start_times.begin("validation")
         before = t.validate()
         t.reporter.validations("\nValidation before training", before)
     t.reporter.say("")
+    t.reporter.start_times.begin("step")
     unread: list[tuple[int, PendingStep, float]] = []
     max_grad_norm = t.setup.config.policy.max_grad_norm
     with t.reporter.progress("Training", total, done=t.progress.step) as bar:
@@ -359,4 +363,6 @@ def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: An
     t.record(record)
     t.stopping.took("step", report.seconds)
     t.reporter.step(record, t.setup.plan.num_steps)
+    if (times := t.reporter.start_times.end(f"step {step}")) is not None:
+        t.reporter.detail(times)
     bar(1, t.reporter.numbers(record))

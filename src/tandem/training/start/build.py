@@ -175,6 +175,7 @@ def build(
     callbacks = callbacks or Callbacks()
     callbacks.last_step = setup.plan.num_steps
     loaded = _load(setup, run, ranks, reporter, check=stopping.check)
+    reporter.start_times.begin("optimizer and checkpoint")
     policy, config, checkpointing = loaded.policy, given.as_yaml(), setup.config.checkpointing
     optimizer = make_optimizer(
         (parameter for _, parameter in policy.trained()), setup.config.policy, setup.config.run.seed
@@ -229,13 +230,18 @@ def writes_page(setup: Setup, ranks: Ranks) -> bool:
 def _load(setup: Setup, run: Path, ranks: Ranks, reporter: Reporter, check: Callable[[], None]) -> Loaded:
     torch.manual_seed(setup.config.run.seed)
     reporter.say("\nLoading the model")
+    reporter.start_times.begin("weights")
     policy = load_sharded(setup, setup.source, ranks, setup.lora)
     weights = ranks.one_then_all(lambda: start_fingerprint(setup.source, setup.lora))
+    reporter.start_times.begin("audit")
     found = audit_model(setup, policy, setup.source, ranks, reporter=reporter)
+    reporter.start_times.begin("reference")
     references = make_references(setup, policy, run, ranks, weights=weights, reporter=reporter, check=check)
     audit_start(setup, policy, found, references, ranks=ranks, reporter=reporter)
     samples = _samples(setup, policy, references, ranks)
+    reporter.start_times.begin("compilation")
     _compile_row_lengths(setup, policy, reporter, check)
+    reporter.start_times.begin("memory forecast")
     return Loaded(
         policy=policy,
         weights=weights,
