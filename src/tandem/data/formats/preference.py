@@ -53,6 +53,7 @@ class Completion:
     answer: TextOrMessages
     rank: int
     score: float | None = None
+    sampled: tuple[int, ...] | None = None  # the token ids, if a model sampled the answer
 
 
 @dataclass(frozen=True, slots=True)

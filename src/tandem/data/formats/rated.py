@@ -24,6 +24,7 @@ from tandem.data.formats.preference import (
 from tandem.data.read.sources import RowError, SourceRow
 
 SCORE_KEYS = ("score", "reward", "overall_score")
+SAMPLED_KEY = "completion_ids"
 TEXT_KEYS = ("completion", "response", "text", "content")
 # The keys of a list of completions, and those of a separate list with their scores.
 SCORES_OF = {"completions": ("scores",), "responses": ("scores",), "generations": ("scores", "ratings", "rating")}
@@ -116,10 +117,26 @@ def scored(row: SourceRow, keys: DatasetFields) -> Preference:
         if isinstance(item, Mapping):
             found = next((name for name in TEXT_KEYS if name in item), TEXT_KEYS[0])
             text, name = field_of(item, found, row, f"{where}."), f"{where}.{found}"
-        answers.append((completion_of(row, text, name), score))
-    order = sorted({score for _, score in answers}, reverse=True)
-    completions = tuple(Completion(text, order.index(score), score) for text, score in answers)
+        answer = completion_of(row, text, name)
+        answers.append((answer, score, _sampled(item, answer, row, where)))
+    order = sorted({score for _, score, _ in answers}, reverse=True)
+    completions = tuple(Completion(answer, order.index(score), score, ids) for answer, score, ids in answers)
     return checked(Preference(prompt_of(row, _prompt_key(row, keys)), completions, row.place))
+
+
+def _sampled(item: Any, answer: TextOrMessages, row: SourceRow, where: str) -> tuple[int, ...] | None:
+    """Return the token ids of a completion that `tandem generate` sampled; None if it has none."""
+    ids = item.get(SAMPLED_KEY) if isinstance(item, Mapping) else None
+    if ids is None:
+        return None
+    if not isinstance(answer, str):
+        message = f"{where}.{SAMPLED_KEY}: only a completion of plain text can have token ids. Remove them."
+        raise RowError(row.place, "bad token ids", message)
+    if not isinstance(ids, list) or not ids or not all(type(id) is int and 0 <= id < 2**31 for id in ids):
+        what = describe(ids) if not isinstance(ids, list) else "a list with another value" if ids else "an empty list"
+        message = f"{where}.{SAMPLED_KEY}: {what}, not a list of token ids. Correct it, or remove it."
+        raise RowError(row.place, "bad token ids", message)
+    return tuple(ids)
 
 
 def best_of_n(row: SourceRow, keys: DatasetFields) -> Preference:

@@ -17,7 +17,7 @@ from tandem.data.store.check import Columns, check_preferences, open_batches
 from tandem.data.text.tokens import TokenizedPreference
 
 # Increased whenever the same input would give other tokens or another layout.
-FORMAT_VERSION = 11
+FORMAT_VERSION = 12
 NO_POSITIONS = np.zeros(0, np.int32)
 
 

@@ -12,6 +12,7 @@ from tandem.columns import COLUMNS
 from tandem.data.formats.preference import Preference, empty_completion, is_empty
 from tandem.data.read.sources import RowError
 from tandem.data.text.chat import SHIELD, split_shielded
+from tandem.data.text.sampled import sampled_ids
 from tandem.data.text.sentencepiece_model import SentencePiece
 from tandem.data.text.template import Part, Rendered, Template
 from tandem.data.text.word_cache import IntArray
@@ -132,7 +133,24 @@ def encode(
             continue
         preference, rendered = item
         prompt, completions = next(encoded)
-        yield _checked(preference, prompt, completions, rendered.completions, pairing)
+        try:
+            parts = _use_sampled(preference, completions, rendered.completions, template.tokenizer)
+        except RowError as error:
+            yield error
+            continue
+        yield _checked(preference, prompt, completions, parts, pairing)
+
+
+def _use_sampled(
+    preference: Preference, encoded: list[list[IntArray]], parts: tuple[tuple[Part, ...], ...], tokenizer: Any
+) -> tuple[tuple[Part, ...], ...]:
+    """Replace the ids of each completion, in place, by those that a model sampled, if the data has them. Return the parts."""
+    taken = list(parts)
+    for number, completion in enumerate(preference.completions):
+        ids = sampled_ids(completion, tokenizer, preference.place)
+        if ids is not None:
+            encoded[number], taken[number] = [ids], (Part(str(completion.answer)),)
+    return tuple(taken)
 
 
 def encode_prompt(rendered: Rendered, template: Template) -> IntArray:
