@@ -169,10 +169,7 @@ def stored_pairs(folder: Path) -> Mapping[str, Any]:
 
 
 def list_runs(folder: str | Path, each: Callable[[list[Path]], Iterable[Path]] = iter) -> list[Run]:
-    """Read every run in a folder, or the folder itself if it is one, in the order of their names: run-2 before run-10.
-
-    each: goes through the paths, for a progress bar.
-    """
+    """Read every run in a folder, or the folder itself if it is a run, sorted by name. `each`: a progress bar over the paths."""
     place = Path(folder)
     if not place.is_dir():
         raise ConfigError(
@@ -180,13 +177,12 @@ def list_runs(folder: str | Path, each: Callable[[list[Path]], Iterable[Path]] =
             "of another folder."
         )
     found = [place] if _is_run(place) else [path for path in _entries(place) if _is_run(path)]
-    return [open_run(path) for path in each(sorted(found, key=lambda path: _natural(path.name)))]
+    return [open_run(path) for path in each(sorted(found, key=_natural))]
 
 
 def list_sweeps(folder: str | Path) -> list[Path]:
-    """The sweeps in a folder, in the order of their names."""
-    found = [path for path in _entries(Path(folder)) if (path / SWEEP_FILE).is_file()]
-    return sorted(found, key=lambda path: _natural(path.name))
+    """The sweeps in a folder, sorted by name."""
+    return sorted((path for path in _entries(Path(folder)) if (path / SWEEP_FILE).is_file()), key=_natural)
 
 
 def refuse_other_than_run(folder: Path) -> None:
@@ -258,9 +254,9 @@ def _is_run(path: Path) -> bool:
     return not path.name.startswith(".") and path.is_dir() and (path / "config.yaml").is_file()
 
 
-def _natural(name: str) -> list[tuple[int, float | str]]:
+def _natural(path: Path) -> list[tuple[int, float | str]]:
     """A sort key in which run-2 comes before run-10, and lr-5e-07 before lr-1e-06."""
-    parts = re.split(r"((?:0\.)?\d{1,18}(?:e-\d{1,2})?)", name)
+    parts = re.split(r"((?:0\.)?\d{1,18}(?:e-\d{1,2})?)", path.name)
     return [(0, float(part)) if i % 2 else (1, part) for i, part in enumerate(parts) if part]
 
 

@@ -16,10 +16,7 @@ from tandem.model.distributed.process_group import Ranks
 from tandem.model.files.source import weights_fingerprint
 from tandem.model.lora.layers import start_fingerprint
 from tandem.model.policy import Policy
-from tandem.model.reference import (
-    LiveReference,
-    Reference,
-)
+from tandem.model.reference import LiveReference, Reference
 from tandem.packing.layout import join
 from tandem.page.live import RunPage
 from tandem.page.pairs import Measured
@@ -233,15 +230,12 @@ def _load(setup: Setup, run: Path, ranks: Ranks, reporter: Reporter, check: Call
     reporter.start_times.begin("weights")
     policy = load_sharded(setup, setup.source, ranks, setup.lora)
     weights = ranks.one_then_all(lambda: start_fingerprint(setup.source, setup.lora))
-    reporter.start_times.begin("audit")
     found = audit_model(setup, policy, setup.source, ranks, reporter=reporter)
-    reporter.start_times.begin("reference")
     references = make_references(setup, policy, run, ranks, weights=weights, reporter=reporter, check=check)
     audit_start(setup, policy, found, references, ranks=ranks, reporter=reporter)
     samples = _samples(setup, policy, references, ranks)
-    reporter.start_times.begin("compilation")
+    reporter.start_times.begin("compilation and memory")
     _compile_row_lengths(setup, policy, reporter, check)
-    reporter.start_times.begin("memory forecast")
     return Loaded(
         policy=policy,
         weights=weights,

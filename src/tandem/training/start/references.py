@@ -84,6 +84,7 @@ def make_references(
     `weights`: the fingerprint of the start model. `check`: called during long computations; it may raise to stop the run.
     `only_validation`: leave out the training set, and write nothing to the run directory.
     """
+    reporter.start_times.begin("reference")
     packers = setup.plan.packers()
     if only_validation:
         del packers["train"]
@@ -210,6 +211,7 @@ def _started_with(run: Path) -> dict[str, str]:
 
 def audit_model(setup: Setup, policy: Policy, source: ModelSource, ranks: Ranks, reporter: Reporter) -> Audit:
     """Check that packed and plain forward passes of a model agree. The model is the policy or a separate reference model."""
+    reporter.start_times.begin("audit")
     model = f"{source.key} = {source.name}"
     with policy.computing():
         found = audit(policy, setup.plan.train, ranks, precision=setup.precision, model=model)
