@@ -2,12 +2,15 @@
 
 import json
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tandem.cli.app import LOADING_MESSAGE, AllowCode, AllowEnv, ConfigFile, FromFormat, Overrides, app
 from tandem.planning.cards import card_names
+
+if TYPE_CHECKING:
+    from tandem.config.schema import Config
 
 
 @app.command("plan")
@@ -49,8 +52,25 @@ def plan_run(
 
     # Everything but the result goes to standard error.
     reporter = Reporter("quiet" if quiet else "normal", as_json=True)
+    for key, value in _several_gpus(loaded.config):
+        reporter.warn(
+            f"the estimate is for one GPU: {key} = {value} does not change it. docs/scaling.md has estimates for several GPUs."
+        )
     found = plan(loaded, gpu=gpu, price_per_hour=price_per_hour, bar=reporter.progress)
     if as_json:
         print(json.dumps(found.as_dict()))
     else:
         show(found, Reporter("normal"))
+
+
+def _several_gpus(config: "Config") -> list[tuple[str, int]]:
+    """Return the keys that ask for several GPUs or divide the work among them, with their values."""
+    cluster, parallel = config.cluster, config.policy.parallel
+    asked = {
+        "cluster.num_nodes": cluster.num_nodes,
+        "cluster.gpus_per_node": cluster.gpus_per_node,
+        "policy.parallel.replicate": parallel.replicate,
+        "policy.parallel.shard": parallel.shard,
+        "policy.parallel.context": parallel.context,
+    }
+    return [(key, value) for key, value in asked.items() if value != "all" and value > 1]

@@ -282,3 +282,17 @@ def test_the_command_prints_the_estimate_alone_on_standard_output(monkeypatch, c
     found = json.loads(said.out)
     assert (found["num_steps"], found["card"]["name"], found["memory"]["verdict"]) == (2, "h200-141gb", "fits")
     assert said.err == "Loading torch and transformers (a few seconds)\n"
+
+
+def test_settings_for_several_gpus_are_said_to_have_no_effect(monkeypatch, capsys):
+    from tandem.cli import main as cli
+
+    several = ["cluster.gpus_per_node=8", "policy.parallel.context=2"]
+    monkeypatch.setattr(sys, "argv", ["tandem", "plan", "dpo.max_num_steps=2", "--gpu", "h200-141gb", "-q", *several])
+    with pytest.raises(SystemExit):
+        cli.main()
+    end = "does not change it. docs/scaling.md has estimates for several GPUs."
+    assert capsys.readouterr().err.splitlines() == [
+        f"warning: the estimate is for one GPU: cluster.gpus_per_node = 8 {end}",
+        f"warning: the estimate is for one GPU: policy.parallel.context = 2 {end}",
+    ]
