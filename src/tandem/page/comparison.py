@@ -25,7 +25,8 @@ class Best:
 def best_of(runs: Sequence[Run]) -> Best | None:
     """The best run by accuracy on its first validation set; None unless all measured runs used the same pairs.
 
-    Accuracy, because losses of different betas or loss functions have different scales. Of equal ones the larger margin wins.
+    Accuracy, because losses of different betas or loss functions have different scales. Of equal ones, the run
+    with the larger margin wins, before rewards are scaled by beta.
     """
     measured = [(run, record) for run in runs if (record := _validated(run)) is not None]
     if len(measured) < 2 or len({measured_on(record) for _, record in measured}) > 1:
@@ -33,9 +34,7 @@ def best_of(runs: Sequence[Run]) -> Best | None:
     known = [(run, record, interval) for run, record in measured if (interval := accuracy_of(record)) is not None]
     if len(known) < 2:
         return None
-    ordered = sorted(
-        known, key=lambda one: (one[2].share, number_in(one[1], "rewards_margin_mean") or 0.0), reverse=True
-    )
+    ordered = sorted(known, key=lambda one: (one[2].share, _unscaled_margin(one[0], one[1])), reverse=True)
     (run, _, accuracy), *others = ordered
     return Best(
         run,
@@ -45,13 +44,20 @@ def best_of(runs: Sequence[Run]) -> Best | None:
     )
 
 
+def _unscaled_margin(run: Run, record: Record) -> float:
+    """The mean margin in nats, which does not grow with beta as rewards do."""
+    beta = number_in(run.config, "dpo.reference_policy_kl_penalty") or 1.0
+    return (number_in(record, "rewards_margin_mean") or 0.0) / beta
+
+
 def how_clear(*, is_clear: bool, num_equal: int) -> str:
     """Say in a sentence how sure it is that the best run is better than the others."""
     if is_clear:
         return "The intervals of all other runs are below it."
     if num_equal:
         return (
-            f"{num_equal} other {'run has' if num_equal == 1 else 'runs have'} the same; the largest margin is marked."
+            f"{num_equal} other {'run has' if num_equal == 1 else 'runs have'} the same; the largest margin before scaling "
+            "by beta is marked."
         )
     return "Its interval overlaps with that of another run: the difference may be chance."
 

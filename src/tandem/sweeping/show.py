@@ -27,7 +27,9 @@ def show_result(result: SweepResult, reporter: Reporter) -> None:
         clear = how_clear(is_clear=result.best_is_clear, num_equal=len(equal) - 1)
         reporter.say(f"* best accuracy: {percent(share)}. {clear}")
     else:
-        reporter.say("No run is marked as the best: fewer than two finished runs were validated on the same pairs.")
+        reporter.say(
+            "No run is marked as the best: it takes two or more finished runs, all validated on the same pairs."
+        )
     if result.page is not None:
         reporter.end(f"{result.page} compares the runs: open it in a browser.")
 

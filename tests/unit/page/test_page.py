@@ -187,6 +187,20 @@ def test_the_best_of_several_runs_is_marked(tmp_path):
     assert [one["name"] for one in data_of(page)["charts"][0]["series"]] == ["r2", "r3"]
 
 
+def test_of_equal_runs_the_best_has_the_larger_margin_before_scaling_by_beta(tmp_path):
+    # Margins of 0.3 with beta 0.1 and 0.8 with beta 0.4 are 3 and 2 nats.
+    runs = [
+        open_run(
+            make_run(
+                tmp_path / f"r{i}", config=f"dpo:\n  reference_policy_kl_penalty: 0.{i}\n", rewards_margin_mean=margin
+            )
+        )
+        for i, margin in ((1, 0.3), (4, 0.8))
+    ]
+    best = best_of(runs)
+    assert best is not None and (best.run.name, best.num_equal, best.is_clear) == ("r1", 1, False)
+
+
 def test_no_run_is_best_if_they_were_measured_on_other_pairs(tmp_path):
     runs = [open_run(make_run(tmp_path / name, data=name)) for name in ("a", "b")]
     assert best_of(runs) is None
