@@ -26,15 +26,17 @@ def report(
 
     It shows curves, verdicts, pairs, packing, data and settings, in one file that needs no network.
     """
+    from tandem.page.comparison import how_clear
     from tandem.page.listing import as_json as run_as_json
     from tandem.page.write import write_report
     from tandem.report.reporter import Reporter
 
     written = write_report(runs, out, with_bar("Reading runs", Reporter("quiet" if quiet or as_json else "normal")))
     if as_json:
-        best = None if written.best is None else str(written.best.path)
+        best = None if written.best is None else str(written.best.run.path)
         content = {"page": str(written.page), "runs": [run_as_json(run) for run in written.runs], "best": best}
         print(json.dumps(content, ensure_ascii=False, indent=1))
     elif not quiet:
-        best = f" Best accuracy: {written.best.name}." if written.best is not None else ""
-        print(f"{written.page} is written: open it in a browser.{best}")
+        print(f"{written.page} is written: open it in a browser.")
+        if (found := written.best) is not None:
+            print(f"Best accuracy: {found.run.name}. {how_clear(is_clear=found.is_clear, num_equal=found.num_equal)}")

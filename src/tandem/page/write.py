@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.errors import CheckpointError, ConfigError
-from tandem.page.comparison import best_of, comparison
+from tandem.page.comparison import Best, best_of, comparison
 from tandem.page.curves import run_charts
 from tandem.page.data_sections import answers, data, length_charts, pack_chart, packing, pair_charts, pairs
 from tandem.page.document import GENERATOR, document, footer, header
@@ -34,7 +34,7 @@ class Report:
 
     page: Path
     runs: tuple[Run, ...]
-    best: Run | None  # of several runs, the one with the highest accuracy on the same pairs
+    best: Best | None  # of several runs, the one with the highest accuracy on the same pairs
 
 
 def write_report(
@@ -59,7 +59,7 @@ def write_report(
     except OSError as error:
         raise ConfigError(f"{page}: cannot be written ({error.strerror}). Choose another file with --out.") from None
     best = best_of(found) if len(found) > 1 else None
-    return Report(page=page, runs=found, best=None if best is None else best.run)
+    return Report(page=page, runs=found, best=best)
 
 
 def _runs_in(path: Path) -> list[Path]:

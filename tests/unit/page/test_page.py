@@ -182,7 +182,7 @@ def test_the_best_of_several_runs_is_marked(tmp_path):
     assert differing_keys(runs) == {"dpo.reference_policy_kl_penalty": [0.2, 0.3]}
     report = write_report([run.path for run in runs], tmp_path / "both.html")
     page = report.page.read_text()
-    assert report.best is not None and report.best.name == "r3"
+    assert report.best is not None and report.best.run.name == "r3"
     assert "The intervals of all other runs are below it." in page
     assert [one["name"] for one in data_of(page)["charts"][0]["series"]] == ["r2", "r3"]
 
