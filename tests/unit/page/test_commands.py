@@ -45,6 +45,10 @@ def test_several_runs_as_json(tmp_path):
     assert [run["validation"]["validation-default"]["last"]["accuracy"] for run in found["runs"]] == [0.6, 0.9]
     assert found["runs"][0]["changed"] == {"dpo.val_period": 5}
     assert (tmp_path / "comparison.html").is_file()
+    assert tandem("report", *runs, cwd=tmp_path).stdout == (
+        "comparison.html is written: open it in a browser.\n"
+        "Best accuracy: b. The intervals of all other runs are below it.\n"
+    )
 
 
 def test_what_is_not_a_run_is_refused(tmp_path):
