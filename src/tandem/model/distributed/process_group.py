@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tandem.config.sections.parallel import DEFAULT_PARALLEL, Parallel
-from tandem.errors import AlreadyReportedError, ConfigError, MachineError, TandemError
+from tandem.errors import AlreadyReportedError, ConfigError, MachineError, exit_code_of
 from tandem.isolation import GPU_INDEX, STORE_FD
 from tandem.model.distributed import shared_gpu
 from tandem.model.distributed.mesh import SINGLE_RANK_MESH, MeshShape, mesh_shape
@@ -136,14 +136,13 @@ class Ranks:
             done = do() if on else None
         except Exception as error:
             failure = error
-        code = failure.exit_code if isinstance(failure, TandemError) else 1
-        failed = [
-            (number, code) for number, code, fails in self.gather((self.number, code, failure is not None)) if fails
-        ]
-        if failure is not None and failed[0][0] == self.number:
+        known = isinstance(failure, AlreadyReportedError)  # the rank that this one heard of reports it
+        own = None if failure is None else (known, self.number, exit_code_of(failure))
+        failed = sorted(one for one in self.gather(own) if one is not None)
+        if failure is not None and failed[0][1] == self.number:
             raise failure
         if failed:
-            raise AlreadyReportedError(failed[0][1])
+            raise AlreadyReportedError(failed[0][2])
         return done
 
     def from_first(self, do: Callable[[], T]) -> T:
