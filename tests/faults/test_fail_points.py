@@ -20,7 +20,6 @@ COUNTS = {
     "step.update": 3,
     "step.done": 3,
     "validation.pack": 3,
-    "weights.load": 2,  # of the export
 }
 NOT_WRITES = ("done", "prune", "chunk", "update", "pack", "load", "gather")
 WRITES = [point for point in POINTS if point.split(".")[1] not in NOT_WRITES]
