@@ -188,12 +188,15 @@ def compute_deterministically() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def join_process_group(parallel: Parallel = DEFAULT_PARALLEL) -> Ranks:
-    """Join the process group of the ranks that a launcher started. Without a launcher, create a group of this process alone."""
+def join_process_group(parallel: Parallel = DEFAULT_PARALLEL, *, uses_gpus: bool = True) -> Ranks:
+    """Join the process group of the ranks that a launcher started. Without a launcher, create a group of this process alone.
+
+    `uses_gpus`: use one GPU per rank, if this machine has any.
+    """
     shape = mesh_shape(parallel, int(os.environ.get("WORLD_SIZE", 1)))
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cpu")
-    if torch.cuda.is_available():
+    if uses_gpus and torch.cuda.is_available():
         index = 0 if shared_gpu.is_shared() else int(os.environ.get(GPU_INDEX, local))
         if index >= torch.cuda.device_count():
             raise ConfigError(
@@ -204,7 +207,7 @@ def join_process_group(parallel: Parallel = DEFAULT_PARALLEL) -> Ranks:
         device = torch.device("cuda", index)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        backend = shared_gpu.register() if shared_gpu.is_shared() else backend
+        backend = shared_gpu.register() if uses_gpus and shared_gpu.is_shared() else backend
         stay_on_loopback()
         timeout = timedelta(seconds=parallel.timeout_seconds)
         if (store := loopback_store(timeout)) is not None:
