@@ -22,7 +22,9 @@ from tandem.data.store.writer import ChunkResult
 from tandem.errors import AlreadyReportedError, ConfigError, DataError, TandemError, exit_code_of
 from tandem.storage.ownership import temporary_folder
 
-CHUNKS_PER_ROUND = 512  # of all machines; about 64 MB of text. Results of a round are in memory at once
+# In each round, every machine tokenises so many chunks for each of its workers: with more, the last round would be less even.
+CHUNKS_PER_WORKER = 4
+CHUNKS_PER_ROUND = 512  # at most, of all machines; about 64 MB of text. The results of a round are in memory at once
 SECONDS_TO_APPEAR = 60.0  # network file systems may show a new folder to other machines late
 
 Exchange = Callable[[Any], list[Any]]
@@ -178,8 +180,9 @@ class Section:
         offers = [one for one in found if isinstance(one, _Offer)]
         is_same = len(offers) == len(found) and len({one.name for one in offers}) == 1
         self._is_open = is_same and any(one.is_missing for one in offers)
-        total = sum(one.num_workers for one in offers)
-        self._shares = [max(1, CHUNKS_PER_ROUND * one.num_workers // total) for one in offers]
+        shares = [CHUNKS_PER_WORKER * one.num_workers for one in offers]
+        scale = min(1.0, CHUNKS_PER_ROUND / max(1, sum(shares)))
+        self._shares = [max(1, int(share * scale)) for share in shares]
         return self._is_open
 
     def is_writer(self, folder: Path, *, is_missing: bool) -> bool:
