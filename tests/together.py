@@ -42,27 +42,37 @@ class Place:
 
 
 def start_ranks(
-    output: Path, arguments: list[str], place: Place, fail_at: Mapping[int, str] | None = None, **environment: str
+    output: Path,
+    arguments: list[str],
+    place: Place,
+    fail_at: Mapping[int, str] | None = None,
+    of_rank: Mapping[int, list[str]] | None = None,
+    only: int | None = None,
 ) -> list[Child]:
-    """Start two ranks of `tandem`. `fail_at`: TANDEM_FAIL_AT of a rank, by its number."""
+    """Start two ranks of `tandem`, or only one of them. `fail_at`: TANDEM_FAIL_AT of a rank, by its number.
+
+    `of_rank`: arguments that only one rank gets.
+    """
     place.run.parent.mkdir(parents=True, exist_ok=True)
-    own = AS_MACHINES if place.machines else {}
-    return [
-        start_process(
-            output,
-            arguments,
-            **{**variables, **own, **environment, "TANDEM_CACHE": str(place.caches[number])}
-            | {"TANDEM_FAIL_AT": (fail_at or {}).get(number, "")},
-        )
-        for number, variables in enumerate(environments(COUNT))
-    ]
+    started = []
+    for number, given in enumerate(environments(COUNT)):
+        environment = {**given, **(AS_MACHINES if place.machines else {}), "TANDEM_CACHE": str(place.caches[number])}
+        environment["TANDEM_FAIL_AT"] = (fail_at or {}).get(number, "")
+        if only in (None, number):
+            started.append(start_process(output, [*arguments, *(of_rank or {}).get(number, [])], **environment))
+    return started
 
 
 def start_training(
-    small: Small, place: Place, *more: str, fail_at: Mapping[int, str] | None = None, **environment: str
+    small: Small,
+    place: Place,
+    *more: str,
+    fail_at: Mapping[int, str] | None = None,
+    of_rank: Mapping[int, list[str]] | None = None,
+    only: int | None = None,
 ) -> list[Child]:
     given = [f"--per-pair={place.run.with_name('pairs.jsonl')}", "--quiet", *small.overrides(place.run, *more)]
-    return start_ranks(small.folder / "output", ["train", *given], place, fail_at, **environment)
+    return start_ranks(small.folder / "output", ["train", *given], place, fail_at, of_rank, only)
 
 
 def train(small: Small, place: Place, *more: str, fail_at: Mapping[int, str] | None = None) -> list[Ended]:

@@ -1,7 +1,10 @@
 """Faults of one of two ranks, in every phase of a run: both end, one says which rank and why, and the run resumes identically."""
 
+import os
+import re
 import signal
 import socket
+import time
 
 import pytest
 from killing import assert_intact, assert_same
@@ -86,3 +89,53 @@ def full_disk(point, rank):
         f"'(TANDEM_FAIL_AT={point.partition(':')[0]})'. Checkpoints saved before are intact. Free some space and run the command "
         "again.\n"
     )
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_slow_within_the_timeout_changes_nothing(small, whole_of_two, tmp_path):
+    place = Place.one_machine(tmp_path)
+    ranks = start_training(small, place, "policy.parallel.timeout_seconds=60")
+    for number, step in ((1, 1), (0, 2)):
+        until = time.monotonic() + 120
+        while not (place.run / f"checkpoints/step_{step}").exists() and ranks[number].process.is_alive():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        if ranks[number].process.is_alive():
+            os.kill(ranks[number].process.pid, signal.SIGSTOP)
+            time.sleep(3)
+            os.kill(ranks[number].process.pid, signal.SIGCONT)
+    for rank in ranks:
+        ended = rank.ended()
+        assert (ended.code, ended.err) == (0, "")
+    assert_same(place.run, whole_of_two)
+
+
+@pytest.mark.slow
+def test_ranks_with_different_data_end_before_the_model_loads(small, whole_of_two, tmp_path):
+    place = Place.separate_caches(tmp_path)
+    rows = (small.folder / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "train.jsonl").write_text("".join([rows[1], rows[0], *rows[2:]]))
+    other = [f"data.train.data_path={tmp_path}/train.jsonl"]
+    ended = [one.ended() for one in start_training(small, place, of_rank={1: other})]
+    assert [one.code for one in ended] == [1, 1], ended
+    assert ended[1].err == ""
+    lines = ended[0].err.splitlines()
+    assert lines[0] == "tandem: error: the ranks differ and would not train the same model:"
+    assert re.fullmatch(r"  the data of train: [0-9a-f]{32} on rank 0; [0-9a-f]{32} on rank 1", lines[1])
+    assert not place.run.exists()
+    resumes(small, place, whole_of_two)
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+@pytest.mark.slow
+def test_a_rank_whose_others_never_start_ends_after_the_timeout(small, tmp_path, alone):
+    place, host = Place.one_machine(tmp_path), re.escape(socket.gethostname())
+    (rank,) = start_training(small, place, "policy.parallel.timeout_seconds=3", only=alone)
+    ended = rank.ended()
+    assert ended.code == 1
+    assert re.search(  # after a line of torch itself
+        f"(^|\n)tandem: error: {'' if alone == 0 else f'rank 1 on {host}: '}not all of the 2 ranks of this run started within "
+        r"policy.parallel.timeout_seconds = 3. Look at the output of the others, and check that their machines can reach "
+        r"127.0.0.1:[0-9]+\.\n$",
+        ended.err,
+    ), ended

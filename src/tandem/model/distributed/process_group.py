@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tandem.config.sections.parallel import DEFAULT_PARALLEL, Parallel
-from tandem.errors import AlreadyReportedError, ConfigError, MachineError, exit_code_of
+from tandem.errors import AlreadyReportedError, ConfigError, MachineError, TandemError, exit_code_of, is_lost_rank
 from tandem.isolation import GPU_INDEX, STORE_FD
 from tandem.model.distributed import shared_gpu
 from tandem.model.distributed.mesh import SINGLE_RANK_MESH, MeshShape, mesh_shape
@@ -210,16 +210,33 @@ def join_process_group(parallel: Parallel = DEFAULT_PARALLEL, *, uses_gpus: bool
         backend = shared_gpu.register() if uses_gpus and shared_gpu.is_shared() else backend
         stay_on_loopback()
         timeout = timedelta(seconds=parallel.timeout_seconds)
-        if (store := loopback_store(timeout)) is not None:
-            number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=timeout)
-        elif int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        try:
+            _init_process_group(backend, timeout)
+        except RuntimeError as error:
+            if not is_lost_rank(error):
+                raise
+            raise _not_started(parallel.timeout_seconds) from error
         start_signs(dist.get_rank(), dist.get_world_size())
     ranks = make_ranks(device, shape, is_first_here=local == 0)
     return replace(ranks, timeout=timedelta(seconds=parallel.timeout_seconds))
+
+
+def _init_process_group(backend: str, timeout: timedelta) -> None:
+    if (store := loopback_store(timeout)) is not None:
+        number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=timeout)
+    elif int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _not_started(seconds: int) -> TandemError:
+    address = f"{os.environ.get('MASTER_ADDR', 'MASTER_ADDR')}:{os.environ.get('MASTER_PORT', 'MASTER_PORT')}"
+    return TandemError(
+        f"not all of the {os.environ['WORLD_SIZE']} ranks of this run started within policy.parallel.timeout_seconds "
+        f"= {seconds}. Look at the output of the others, and check that their machines can reach {address}."
+    )
 
 
 def stay_on_loopback() -> None:
