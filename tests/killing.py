@@ -17,6 +17,8 @@ from running import VARYING, weights_of
 from tandem.storage.cache import read_manifest
 from tandem.training.checkpoint.checkpoints import checkpoints
 
+# torch reads it when it is imported, which is in the server. `tandem` sets it for ranks.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [

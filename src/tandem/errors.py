@@ -72,6 +72,23 @@ def full_disk(error: BaseException | None) -> OSError | None:
     return None
 
 
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether `error` means that another rank ended or did not answer.
+
+    Gloo then raises a plain RuntimeError, so the text of the error is checked.
+    """
+    is_distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    of_group = type(error).__name__.startswith("Dist") or "gloo" in str(error)
+    return is_distributed and isinstance(error, RuntimeError) and of_group
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a process that ends with this error."""
+    if isinstance(error, TandemError):
+        return error.exit_code
+    return DiskError.exit_code if full_disk(error) else 1
+
+
 @contextmanager
 def writing(place: object) -> Iterator[None]:
     """Add the path `place` to a "disk full" error that is raised inside this context, if the error has no path."""

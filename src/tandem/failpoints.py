@@ -31,6 +31,10 @@ STAGES = {
 }
 POINTS = {
     **{f"{what}.{stage}": f"{name}: {when}" for what, name in PUBLISHED.items() for stage, when in STAGES.items()},
+    "tokens.chunk": "a tokenised set: some of its rows are written",
+    "weights.load": "a model's weights are read, and not used yet",
+    "checkpoint.part": "a checkpoint: the tensors of one rank are written",
+    "model.gather": "the exported model: its temporary folder was created, and the ranks have not sent their weights",
     "checkpoint.tensors": "a checkpoint: its tensors are written, its manifest is not",
     "checkpoint.latest": "before `latest` is pointed at the new checkpoint",
     "checkpoint.best": "before `best` is pointed at the best checkpoint",

@@ -9,9 +9,11 @@ from typing import Any, Literal
 
 from tandem.config.load import LoadedConfig
 from tandem.config.schema import Config
+from tandem.config.sections.parallel import DEFAULT_PARALLEL
 from tandem.config.sections.section import EMBEDDED
 from tandem.data.preflight import Lengths, Preflight, preflight, preflights
 from tandem.data.store.duplicates import DUPLICATE, without_duplicates
+from tandem.data.store.machines import ALONE, Machines
 from tandem.data.store.opening import check_usable_shares
 from tandem.data.store.selection import Preferences, Selection
 from tandem.data.store.sets import ProgressBar, Sets
@@ -19,6 +21,8 @@ from tandem.data.store.token_store import TokenStore
 from tandem.data.text.tokens import TokenizedPreference
 from tandem.errors import ConfigError, DataError, MachineError, OutOfMemoryError
 from tandem.exporting.cached import export_named_checkpoints
+from tandem.model.distributed.machines import join_machines
+from tandem.model.distributed.process_group import join_process_group, leave_process_group
 from tandem.model.files.source import find_model
 from tandem.packing.binning import Bins
 from tandem.packing.nemo_files import check_for_nemo, export_nemo, import_nemo
@@ -79,17 +83,44 @@ class Preparation:
     completion_end: str
 
 
+def prepare_on_ranks(
+    config: Config,
+    bar: ProgressBar,
+    pack_sizes: Sequence[int] = (),
+    output: Path | None = None,
+    to_nemo: Path | None = None,
+) -> Preparation | None:
+    """Prepare data as `prepare_data` does, on one rank of each machine. They tokenise together, each into its own cache.
+
+    Return the result on the first rank, which alone writes to `output` and `to_nemo`, and None on the others.
+    """
+    timeout = config.policy.parallel.timeout_seconds
+    ranks = join_process_group(DEFAULT_PARALLEL.model_copy(update={"timeout_seconds": timeout}), uses_gpus=False)
+    machines = join_machines(ranks)
+    folders = (output, to_nemo) if ranks.is_first else (None, None)
+
+    def prepared() -> Preparation:
+        with machines.taking_part():
+            return prepare_data(config, bar, pack_sizes, *folders, machines=machines)
+
+    done = ranks.run_or_stop_all(prepared, on=ranks.is_first_here)
+    leave_process_group()
+    return done if ranks.is_first else None
+
+
 def prepare_data(
     config: Config,
     bar: ProgressBar,
     pack_sizes: Sequence[int] = (),
     output: Path | None = None,
     to_nemo: Path | None = None,
+    *,
+    machines: Machines = ALONE,
 ) -> Preparation:
     """Tokenise and pack every set of a configuration.
 
     `output`: also write each set to a prepared folder in this directory. `to_nemo`: also write each set as packed files
-    of NeMo Aligner to this directory.
+    of NeMo Aligner to this directory. `machines`: those that tokenise the same sets together.
     """
     check_output("--output-dir", output)
     check_output("--to-nemo", to_nemo)
@@ -101,7 +132,7 @@ def prepare_data(
         )
     export_named_checkpoints(config, say=lambda text: None)
     source = check_model(config)
-    inputs = open_inputs(config, source, bar)
+    inputs = open_inputs(config, source, bar, machines=machines)
     sets, template = inputs.sets, inputs.template
     # If a set is split or joined with others, training uses the packs of the resulting Selection.
     used = {"train": sets.train, **{f"validation-{name}": store for name, store in sets.validation.items()}}

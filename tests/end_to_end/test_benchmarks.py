@@ -240,6 +240,13 @@ def test_prepare(bench):
 
 
 @pytest.mark.slow
+def test_machines(bench):
+    result = last_line(bench("machines", "--tokenizer", MODEL, "--rows", 3000))
+    assert result["same_bytes"]
+    assert result["tokens"] > 3000 * 10
+
+
+@pytest.mark.slow
 def test_hand_written_parts_with_their_libraries(bench):
     """A library that is not installed is reported, and the others are measured."""
     libraries = ("word_cache", "pool", "json_array", "hub", "plain_pickle", "pinned_memory")

@@ -12,6 +12,7 @@ from tandem.training.checkpoint.checkpoints import checkpoints
 # The so-many-th time it is passed, where the first would be too early to have anything to lose.
 COUNTS = {
     **dict.fromkeys(("checkpoint.begin", "checkpoint.tensors", "checkpoint.sync", "checkpoint.rename"), 3),
+    "checkpoint.part": 3,
     **dict.fromkeys(("checkpoint.done", "checkpoint.latest", "checkpoint.best"), 3),
     "metrics.write": 8,  # between the halves of the third step's line
     "tokens.sync": 2,  # the validation set, when the training set is there
@@ -20,7 +21,8 @@ COUNTS = {
     "step.done": 3,
     "validation.pack": 3,
 }
-WRITES = [point for point in POINTS if point.split(".")[1] not in ("done", "prune", "chunk", "update", "pack")]
+NOT_WRITES = ("done", "prune", "chunk", "update", "pack", "load", "gather")
+WRITES = [point for point in POINTS if point.split(".")[1] not in NOT_WRITES]
 # Of these, one of each kind; the others are tried by `make faults`.
 QUICK = {"tokens.sync", "reference.rename", "checkpoint.tensors", "model.sync", "config.rename", "metrics.write"}
 

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from tandem import __version__
-from tandem.errors import ConfigError
+from tandem.errors import AlreadyReportedError, ConfigError, TandemError
 from tandem.terminal.commands import key_of, override
 
 if TYPE_CHECKING:
@@ -140,6 +141,15 @@ def with_bar(what: str, reporter: "Reporter") -> Callable[[list[Path]], Iterator
 def is_distributed() -> bool:
     """Whether this process is one of several ranks that a launcher started."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+@contextmanager
+def reported_once_per_machine() -> Iterator[None]:
+    """Inside this context, let local rank 0 of each machine report an error that every rank raises. Other ranks exit silently."""
+    try:
+        yield
+    except TandemError as error:
+        raise error if os.environ.get("LOCAL_RANK", "0") == "0" else AlreadyReportedError(error.exit_code) from None
 
 
 def _version(show: bool) -> None:

@@ -1,6 +1,7 @@
 """The entry point of `tandem`: parses arguments, runs the command and exits. Imports heavy modules only when needed."""
 
 import os
+import socket
 import sys
 
 # Importing a module registers its command with the application.
@@ -31,6 +32,7 @@ from tandem.errors import (
     TandemError,
     Terminated,
     full_disk,
+    is_lost_rank,
 )
 from tandem.isolation import LAUNCHER, isolated
 from tandem.launch.srun import is_in_step
@@ -61,7 +63,7 @@ def _run_command() -> None:
     except AlreadyReportedError as error:
         _exit(error.exit_code)
     except TandemError as error:
-        _fail(error)
+        _fail(error, of_rank="" if os.environ.get("RANK", "0") == "0" else f"{_own_rank()}: ")
     except Terminated:
         if not _is_other_rank():
             print("tandem: stopped by SIGTERM", file=sys.stderr)
@@ -72,12 +74,10 @@ def _run_command() -> None:
         _exit(130)
     except Exception as error:
         if full := full_disk(error):
-            _fail(
-                DiskError(
-                    f"the disk is full: {full}. Checkpoints saved before are intact. Free some space and run the command again."
-                )
-            )
-        if _is_lost_rank(error):
+            of_rank = f" ({_own_rank()})" if is_distributed() else ""
+            kept = "Checkpoints saved before are intact. Free some space and run the command again."
+            _fail(DiskError(f"the disk is full{of_rank}: {full}. {kept}"))
+        if is_lost_rank(error):
             if os.environ.get(LAUNCHER) in ("local", "ray"):
                 _exit(LOST_RANK_EXIT_CODE)  # the process that started this one says which rank ended, and why
             _fail(
@@ -100,20 +100,13 @@ def _lost_rank() -> str:
     return describe_missing() or "another rank ended"
 
 
-def _is_lost_rank(error: Exception) -> bool:
-    """Whether `error` means that another rank ended.
-
-    Gloo then raises a plain RuntimeError, so the text of the error is checked.
-    """
-    return (
-        is_distributed()
-        and isinstance(error, RuntimeError)
-        and (type(error).__name__.startswith("Dist") or "gloo" in str(error))
-    )
+def _own_rank() -> str:
+    """Name this rank and its machine: on another machine, the same command may find another disk or other files."""
+    return f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()}"
 
 
-def _fail(error: TandemError) -> None:
-    print_error(f"tandem: error: {error}")
+def _fail(error: TandemError, of_rank: str = "") -> None:
+    print_error(f"tandem: error: {of_rank}{error}")
     _exit(error.exit_code)
 
 

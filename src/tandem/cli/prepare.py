@@ -1,5 +1,6 @@
 """`tandem prepare`: tokenises and packs datasets, stores the results and prints a report."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,8 @@ from tandem.cli.app import (
     Overrides,
     app,
     expand_home_callback,
+    is_distributed,
+    reported_once_per_machine,
     with_option,
 )
 from tandem.errors import ConfigError
@@ -72,18 +75,26 @@ def prepare(
     Finds the same errors in the data as `tandem train`, and stores the results, so that training starts sooner.
     """
     from tandem.config.load import load_config
+    from tandem.launch.srun import adopt_srun_variables
 
-    changes = with_option(overrides or [], "--packing-algorithm", "policy.packing.algorithm", packing_algorithm)
-    changes = with_option(changes, "--seed", "run.seed", seed)
-    loaded = load_config(config, changes, allow_env or (), allow_code=allow_code, from_format=from_format)
-    verbosity: Verbosity = "quiet" if quiet or as_json else "normal"
-    output_dir = _given_once("--output-dir", output_dir, loaded)
-    pack_sizes = _given_once("--pack-sizes", pack_sizes, loaded)
-    output, nemo = (Path(folder) if folder else None for folder in (output_dir, to_nemo))
-    lengths = _parse_lengths(pack_sizes)
+    adopt_srun_variables()
+    is_first = os.environ.get("RANK", "0") == "0"
+    verbosity: Verbosity = "silent" if not is_first else "quiet" if quiet or as_json else "normal"
+    with reported_once_per_machine():
+        changes = with_option(overrides or [], "--packing-algorithm", "policy.packing.algorithm", packing_algorithm)
+        changes = with_option(changes, "--seed", "run.seed", seed)
+        loaded = load_config(config, changes, allow_env or (), allow_code=allow_code, from_format=from_format)
+        output_dir = _given_once("--output-dir", output_dir, loaded)
+        pack_sizes = _given_once("--pack-sizes", pack_sizes, loaded)
+        output, nemo = (Path(folder) if folder else None for folder in (output_dir, to_nemo))
+        lengths = _parse_lengths(pack_sizes)
+        if from_nemo is None:
+            _check_sets(loaded, output, nemo)
+        else:
+            _refuse_packing(nemo, lengths)
     if from_nemo is not None:
-        _refuse_packing(nemo, lengths)
-        _convert_packs(loaded, Path(from_nemo), output, verbosity)
+        if is_first:
+            _convert_packs(loaded, Path(from_nemo), output, verbosity)
     else:
         _prepare_sets(loaded, lengths, output=output, to_nemo=nemo, verbosity=verbosity, as_json=as_json)
 
@@ -123,6 +134,17 @@ def _convert_packs(loaded: "LoadedConfig", file: Path, output: Path | None, verb
     preparing.show_imported(found, output, loaded, reporter)
 
 
+def _check_sets(loaded: "LoadedConfig", output: Path | None, to_nemo: Path | None) -> None:
+    """Check the paths of the datasets and of the output."""
+    from tandem.config.load import require_training_set
+    from tandem.paths import check_output, check_paths
+
+    require_training_set(loaded.config)
+    check_output("--output-dir", output)
+    check_output("--to-nemo", to_nemo)
+    check_paths(loaded.config)
+
+
 def _prepare_sets(
     loaded: "LoadedConfig",
     lengths: list[int],
@@ -133,13 +155,6 @@ def _prepare_sets(
     as_json: bool,
 ) -> None:
     """Prepare the datasets that the configuration names, and print the report."""
-    from tandem.config.load import require_training_set
-    from tandem.paths import check_output, check_paths
-
-    require_training_set(loaded.config)
-    check_output("--output-dir", output)
-    check_output("--to-nemo", to_nemo)
-    check_paths(loaded.config)
     reporter = _announce_loading(verbosity)
     if loaded.translation is not None:
         from tandem.report.translation import say_translation
@@ -151,7 +166,10 @@ def _prepare_sets(
 
     from tandem import prepare as preparing
 
-    prepared = preparing.prepare_data(loaded.config, reporter.progress, lengths, output, to_nemo)
+    prepare = preparing.prepare_on_ranks if is_distributed() else preparing.prepare_data
+    prepared = prepare(loaded.config, reporter.progress, lengths, output, to_nemo)
+    if prepared is None:  # the first rank prints the report
+        return
     if as_json:
         print(preparing.as_json(prepared))
     else:

@@ -2,8 +2,6 @@
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,8 +19,9 @@ from tandem.cli.app import (
     app,
     expand_home_callback,
     is_distributed,
+    reported_once_per_machine,
 )
-from tandem.errors import AlreadyReportedError, ConfigError, TandemError
+from tandem.errors import ConfigError
 from tandem.terminal.commands import override
 from tandem.terminal.streams import continue_without_reader
 
@@ -79,7 +78,7 @@ def train(
         check_resumed(Path(resume))
         config, overrides = f"{resume}/config.yaml", [*(overrides or []), override("run.dir", resume)]
     per_pair_file = Path(per_pair) if per_pair else None
-    with _reported_once_per_machine():
+    with reported_once_per_machine():
         loaded = load_config(config, overrides or [], allow_env or [], allow_code=allow_code, from_format=from_format)
         require_training_set(loaded.config)
         launcher = choose_launcher(loaded.config.cluster)
@@ -113,15 +112,6 @@ def _restartable(arguments: list[str], loaded: "LoadedConfig", *, fresh: bool) -
 
     run = choose_run_dir(loaded, fresh=True)
     return [*(one for one in arguments if one != "--fresh"), override("run.dir", str(run))]
-
-
-@contextmanager
-def _reported_once_per_machine() -> Iterator[None]:
-    """Inside this context, let local rank 0 of each machine report an error that every rank raises. Other ranks exit silently."""
-    try:
-        yield
-    except TandemError as error:
-        raise error if os.environ.get("LOCAL_RANK", "0") == "0" else AlreadyReportedError(error.exit_code) from None
 
 
 def _train_and_leave_group(

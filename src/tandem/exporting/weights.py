@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from tandem.data.text.template import Template
+from tandem.failpoints import fail_point
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.lora.files import write_adapter
 from tandem.model.lora.layers import ADAPTER, LoraPlan, dequantise, merge_adapters
@@ -136,6 +137,7 @@ def _publish(
     """
     with ExitStack() as stack:
         aside = ranks.from_first(lambda: stack.enter_context(published(folder, "model")))
+        fail_point("model.gather")
         state = gather(aside)
         ranks.run_or_stop_all(lambda: write(aside, state), on=ranks.is_first)
         measure(aside)

@@ -109,8 +109,7 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
 
     After the block, remove the temporary folder unless it was renamed.
     """
-    aside = _free_temporary_folder(folder)
-    aside.mkdir()
+    aside = _make_temporary_folder(folder)
     lock = -1
     try:
         lock = _mark(aside, folder.name)
@@ -190,6 +189,17 @@ def _free_temporary_folder(folder: Path) -> Path:
     numbers = ("" if number == 1 else f".{number}" for number in count(1))
     paths = (folder.with_name(f".{folder.name}{number}.{os.getpid()}") for number in numbers)
     return next(path for path in paths if not os.path.lexists(path))
+
+
+def _make_temporary_folder(folder: Path) -> Path:
+    """Create a temporary folder with a free name. On a shared disk, a process of another machine may have the same ID."""
+    while True:
+        aside = _free_temporary_folder(folder)
+        try:
+            aside.mkdir()
+        except FileExistsError:
+            continue
+        return aside
 
 
 def _mark(folder: Path, becomes: str) -> int:

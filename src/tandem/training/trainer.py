@@ -13,6 +13,7 @@ from tandem.data.preflight import preflights
 from tandem.data.store.sets import write_rejects
 from tandem.errors import AlreadyReportedError, AuditError, DefectError, NonFiniteError, StoppedError
 from tandem.exporting.cached import export_named_checkpoints
+from tandem.model.distributed.machines import join_machines
 from tandem.model.distributed.process_group import Ranks, compute_deterministically, join_process_group
 from tandem.packing.batches import GlobalBatch, load_ahead
 from tandem.packing.packer import RankShare
@@ -92,11 +93,7 @@ def _train(
     ranks.run_or_stop_all(lambda: export_named_checkpoints(loaded.config, reporter.say), on=ranks.is_first_here)
     stopping = Stopping(loaded.config.checkpointing.seconds_to_save_by, ranks.highest)
     callbacks.start(run, stopping, is_first=ranks.is_first)
-    share = RankShare(ranks.data_index, ranks.data_parallel)
-    # Before set_up, which ranks run one after another, because rows must have the same length on every rank.
-    memory = ranks.lowest(device_memory(ranks.device))
-    given = {"share": share, "memory": memory, "mesh": ranks.shape}
-    setup = ranks.one_then_all(lambda: set_up(loaded.config, ranks.device, reporter.progress, **given))
+    setup = _set_up_together(loaded, ranks, reporter)
     refuse_different_ranks(ranks, lambda: derived(setup, run))
     extended_from = ranks.from_first(lambda: check_extension(run, setup) if finished and more else None)
     if finished and more and extended_from is None:
@@ -132,6 +129,20 @@ def _train(
                 raise
     reporter.result(run)
     return run
+
+
+def _set_up_together(loaded: LoadedConfig, ranks: Ranks, reporter: Reporter) -> Setup:
+    """Set up the run: on one rank of each machine, which tokenise together, and then on the others, which find the tokens."""
+    share = RankShare(ranks.data_index, ranks.data_parallel)
+    # Before set_up, which ranks run one after another, because rows must have the same length on every rank.
+    memory = ranks.lowest(device_memory(ranks.device))
+    given = {"share": share, "memory": memory, "mesh": ranks.shape, "machines": join_machines(ranks)}
+
+    def check_and_tokenize() -> Setup:
+        with given["machines"].taking_part():
+            return set_up(loaded.config, ranks.device, reporter.progress, **given)
+
+    return ranks.one_then_all(check_and_tokenize)
 
 
 def _report_start(run: Path, setup: Setup, reporter: Reporter, ranks: Ranks, extended_from: int | None) -> None:

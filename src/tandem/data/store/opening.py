@@ -1,44 +1,36 @@
 """Opens the tokenised rows (TokenStore) of a set: a prepared folder, or a store in the cache, which is created if necessary."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from tandem.config.sections.datasets import Data, DatasetFields
-from tandem.data.formats.formats import unused_key
-from tandem.data.formats.prompt_files import Wording, wording_of
-from tandem.data.formats.row_columns import refused_as
-from tandem.data.read.files import SourceFile, find_files
+from tandem.data.formats.prompt_files import wording_of
+from tandem.data.read.files import find_files
 from tandem.data.read.hub import DATA_FILE
-from tandem.data.read.limits import REJECTS_BYTES
-from tandem.data.read.sources import Chunk, read_chunks
 from tandem.data.store.check import check_manifest, check_rejects
 from tandem.data.store.duplicates import DUPLICATE
+from tandem.data.store.machines import ALONE, Machines
+from tandem.data.store.making import NewStore, Request, make_store
 from tandem.data.store.notes import NO_SYSTEM
-from tandem.data.store.pool import default_workers
 from tandem.data.store.processes import Processes
 from tandem.data.store.token_store import Counts, TokenStore, open_cached_store
 from tandem.data.store.tokens_file import FORMAT_VERSION
-from tandem.data.store.writer import Recipe, format_of, write_store
 from tandem.data.text.template import Template
 from tandem.data.text.tokenizer import state_of
 from tandem.errors import DataError
 from tandem.storage.cache import (
     cache_dir,
-    check_cache_dir,
     content_of,
     fingerprint,
-    published,
     read_manifest,
-    write_manifest,
 )
 from tandem.user_code import is_user_function, known_function
 
-BYTES_PER_WORKER = 512 * 1024  # with less data per worker, starting another one takes longer than it saves
 NOT_JSON_HINT = (
     "The file is not in JSON Lines format, one object per line. Other formats are recognised by their ending: .json (one JSON "
     "array), .csv, .parquet and .arrow, each also with .gz or .zst."
@@ -58,29 +50,6 @@ class TooFewUsableError(DataError):
         self.shares = shares or {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """A set to open, and the settings that determine its tokens."""
-
-    source: str
-    keys: DatasetFields
-    data: Data
-    max_length: int
-    processes: Processes
-    progress: Callable[[float], None]
-
-    @property
-    def limits(self) -> dict[str, Any]:
-        """The settings that must be the same as when a folder was prepared: key -> value."""
-        return {
-            "policy.max_total_sequence_length": self.max_length,
-            "data.pairing": self.data.pairing,
-            "data.overlong": _truncation(self.data),
-            "data.default_chosen_reward": self.data.default_chosen_reward,
-            "data.default_rejected_reward": self.data.default_rejected_reward,
-        }
-
-
 def open_store(
     source: str,
     keys: DatasetFields,
@@ -91,14 +60,22 @@ def open_store(
     progress: Callable[[float], None] = lambda share: None,
     processes: Processes | None = None,
     check_shares: bool = True,
+    machines: Machines = ALONE,
 ) -> TokenStore:
     """Open a tokenised set: a prepared folder, a store in the cache, or a data file that is tokenised now.
 
     `progress`: called with the fraction done. `processes`: to reuse. `check_shares`: refuse too many bad or filtered rows.
+    `machines`: those that open the same set, and tokenise it together.
     """
     with nullcontext(processes) if processes else Processes(template) as processes:
-        request = _Request(
-            source=source, keys=keys, data=data, max_length=max_length, processes=processes, progress=progress
+        request = Request(
+            source=source,
+            keys=keys,
+            data=data,
+            max_length=max_length,
+            processes=processes,
+            progress=progress,
+            machines=machines,
         )
         if is_prepared(Path(source)):
             _refuse_settings(source, keys)
@@ -128,8 +105,16 @@ def _refuse_settings(source: str, keys: DatasetFields) -> None:
             raise DataError(f"{source}: already prepared, so {name} = {value} has no effect. Leave it out.")
 
 
-def _find_or_make(request: _Request) -> TokenStore:
+def _find_or_make(request: Request) -> TokenStore:
     """Open the store in the cache that was made from the same files with the same settings. Create it if it does not exist."""
+    with request.machines.section() as section:
+        wanted = _identify(request)
+        make_store(request, wanted, section)
+    return open_cached_store(wanted.folder)
+
+
+def _identify(request: Request) -> NewStore:
+    """Find the files of a set, and the name of its store in the cache."""
     source, keys, processes = request.source, request.keys, request.processes
     files = find_files(source, keys)
     wording = wording_of(keys, source)
@@ -152,76 +137,15 @@ def _find_or_make(request: _Request) -> TokenStore:
         made_of["columns"] = keys.number_columns
     name = fingerprint(FORMAT_VERSION, made_of)
     folder = cache_dir() / "tokens" / name
-    if not folder.is_dir():
-        check_cache_dir()
-        recipe, format_reason = _make_recipe(request, files, wording)
-        with published(folder, "tokens") as aside:
-            facts = _tokenize_files(request, files, recipe, aside)
-            facts |= {"format": recipe.format_name, "format_reason": format_reason}
-            _refuse_changed(files, made_of)
-            # With a bad value in an optional column, its row is left out, so the tokens differ too.
-            if keys.number_columns and not any(
-                refused_as(column) in facts["counts"]["bad"] for column in keys.number_columns
-            ):
-                facts["tokens_fingerprint"] = tokens_fingerprint
-            write_manifest(aside, format_version=FORMAT_VERSION, fingerprint=name, made_of=made_of, **facts)
-    return open_cached_store(folder)
-
-
-def _make_recipe(request: _Request, files: list[SourceFile], wording: Wording) -> tuple[Recipe, str]:
-    """Return a Recipe (the settings for tokenising the files), and a text that says why the data format was chosen."""
-    keys, data = request.keys, request.data
-    format_name, reason = format_of(files, keys, data.max_expansion)
-    if unused := unused_key(format_name, keys):
-        raise DataError(
-            f"{keys.data_path}: read as {format_name} ({reason}), which does not use {unused} = {getattr(keys, unused)}. "
-            "Leave it out, or set another format with dataset_name."
-        )
-    recipe = Recipe(
-        keys=keys,
-        format_name=format_name,
+    return NewStore(
+        files=files,
         wording=wording,
-        pairing=data.pairing,
-        max_length=request.max_length,
-        overlong=data.overlong,
-        default_scores=(data.default_chosen_reward, data.default_rejected_reward),
+        made_of=made_of,
+        name=name,
+        tokens_fingerprint=tokens_fingerprint,
+        folder=folder,
+        is_missing=not folder.is_dir(),
     )
-    return recipe, reason
-
-
-def _tokenize_files(request: _Request, files: list[SourceFile], recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Write the tokenised rows of the files to a folder, and return the counts and notes for its manifest."""
-    chunks = _first_rows(_chunks(files, request.progress, request.data.max_expansion), request.keys.max_rows)
-    rejects_bytes = max(REJECTS_BYTES, sum(file.path.stat().st_size for file in files))
-    results = request.processes.tokenize(recipe, chunks, _num_workers(request.data, files))
-    return write_store(results, folder, rejects_bytes, request.keys.number_columns)
-
-
-def _refuse_changed(files: list[SourceFile], made_of: dict[str, Any]) -> None:
-    """Raise a DataError if a file changed while it was read. `made_of` contains the hash of each file before it was read."""
-    for file, (name, _, content) in zip(files, made_of["sources"], strict=True):
-        if not file.path.is_file() or content_of(file.path) != content:
-            raise DataError(
-                f"{name}: the file changed while it was read, so its rows may be a mix of two versions. Nothing was stored; "
-                "start again when the file is complete."
-            )
-
-
-def _chunks(files: list[SourceFile], progress: Callable[[float], None], max_expansion: float) -> Iterator[Chunk]:
-    """Yield the chunks of all files in order, and report the progress with `progress`."""
-    sizes = [max(1, file.path.stat().st_size) for file in files]
-    for number, file in enumerate(files):
-        for chunk in read_chunks(file.path, file.name, max_expansion=max_expansion):
-            progress((sum(sizes[:number]) + chunk.done * sizes[number]) / sum(sizes))
-            yield chunk
-
-
-def _first_rows(chunks: Iterator[Chunk], most: int | None) -> Iterator[Chunk]:
-    """Yield chunks up to `most` rows in all; None: all chunks."""
-    for chunk in chunks:
-        yield chunk if most is None else replace(chunk, numbers=chunk.numbers[:most])
-        if most is not None and (most := most - len(chunk.numbers)) <= 0:
-            return
 
 
 def _open_prepared(folder: Path, processes: Processes, limits: dict[str, Any]) -> TokenStore:
@@ -293,18 +217,6 @@ def _text_fingerprints(processes: Processes) -> dict[str, str]:
         "text by the chat template, which may read the date": processes.probe(),
     }
     return {name: fingerprint(value) for name, value in facts.items()}
-
-
-def _truncation(data: Data) -> str | None:
-    """Return `data.overlong` if it truncates, else None: with drop and with error, the stored tokens are the same."""
-    return data.overlong if data.overlong.startswith("truncate") else None
-
-
-def _num_workers(data: Data, files: list[SourceFile]) -> int:
-    if data.num_workers != "auto":
-        return data.num_workers
-    size = sum(file.path.stat().st_size for file in files)
-    return min(default_workers(), 1 + size // BYTES_PER_WORKER)
 
 
 def check_usable_shares(store: TokenStore, source: str, data: Data) -> None:

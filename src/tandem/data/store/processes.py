@@ -54,13 +54,12 @@ class Processes:
 
         A worker is used even for a single chunk, because a worker that hangs can be killed.
         """
+        num_chunks, is_done = 0, False
         try:
-            num_chunks = 0
             for result in self._pool.map(((recipe, chunk) for chunk in chunks), max(1, num_workers)):
                 num_chunks += 1
                 yield result
-            if num_chunks > MAX_REUSED_CHUNKS:
-                self._pool.stop()
+            is_done = True
         except WorkerStalled as stalled:
             if stalled.extra_seconds:  # only the tokenizer gets extra time
                 raise DataError(
@@ -78,6 +77,9 @@ class Processes:
                 f"{row_range(died.item[1])}: the process that tokenised these rows was killed, probably out of memory. Try "
                 "data.num_workers=1."
             ) from None
+        finally:
+            if not is_done or num_chunks > MAX_REUSED_CHUNKS:  # if not done, workers are busy with this set
+                self._pool.stop()
 
 
 def _out_of_memory(chunk: Chunk) -> DataError:

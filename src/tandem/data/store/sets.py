@@ -17,6 +17,7 @@ from tandem.config.sections.datasets import Data, DatasetFields
 from tandem.config.sections.section import EMBEDDED
 from tandem.data.formats.row_columns import unread_in
 from tandem.data.store.duplicates import without_duplicates
+from tandem.data.store.machines import ALONE, Machines
 from tandem.data.store.opening import TooFewUsableError, open_store
 from tandem.data.store.processes import Processes
 from tandem.data.store.selection import Preferences, Selection, hold_out
@@ -65,10 +66,10 @@ def no_bar(what: str, total: int, unit: str = "") -> AbstractContextManager[Call
     return nullcontext(lambda advance=1, numbers=(): None)
 
 
-def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> Sets:
+def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar, machines: Machines = ALONE) -> Sets:
     """Open every set of the configuration, remove duplicates, and hold out training data for validation if configured.
 
-    Errors in several sets are reported together.
+    Errors in several sets are reported together. `machines`: as in `open_store`.
     """
 
     def opened(split: str, given: DatasetFields, embedded: str, processes: Processes) -> TokenStore:
@@ -77,7 +78,14 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
         length = config.policy.max_total_sequence_length
         with bar(f"Tokenising {split}", PERCENT, unit="%") as advance:
             return open_store(
-                path, given, template, config.data, length, progress=percent_of(advance), processes=processes
+                path,
+                given,
+                template,
+                config.data,
+                length,
+                progress=percent_of(advance),
+                processes=processes,
+                machines=machines,
             )
 
     given = config.data.training_sets

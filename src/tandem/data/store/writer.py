@@ -32,6 +32,7 @@ from tandem.data.store.tokens_file import as_stream, schema_with
 from tandem.data.text.template import Rendered, Template
 from tandem.data.text.tokens import TokenizedPreference, encode, fit_length, render
 from tandem.errors import DataError
+from tandem.failpoints import fail_point
 
 SHOWN_PER_REASON = 3  # examples of rejects in the manifest
 MAX_ROWS_TRIED = 1000  # rows that are tried when the format is detected
@@ -232,6 +233,7 @@ def write_store(
             noted_at = result.noted_at | noted_at
             longer_than.update(result.longer_than)
             digests += result.digests
+            fail_point("tokens.chunk")
     repeats, first_places = count_repeats(np.frombuffer(digests, np.dtype("<u8")), folder / "tokens.arrow")
     notes.update(repeats)
     noted_at |= first_places

@@ -8,7 +8,7 @@ import torch
 from transformers import __version__ as transformers_version
 
 from tandem.data.text.tokens import TokenizedPreference
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import ConfigError, TandemError, is_lost_rank
 from tandem.model.attention.pack_attention import record_calls
 from tandem.model.files.source import ModelSource, describe
 from tandem.model.policy import PackInputs, Policy
@@ -70,7 +70,10 @@ def is_out_of_memory(error: Exception) -> bool:
 
 @contextmanager
 def _as_config_error(policy: Policy, source: ModelSource) -> Iterator[None]:
-    """Turn any error that the model raises inside this context into a ConfigError. Out-of-memory errors are raised unchanged."""
+    """Turn any error that the model raises inside this context into a ConfigError. Other causes are raised unchanged:
+
+    no memory left, or another rank that ended.
+    """
     try:
         yield
     except ConfigError:
@@ -78,7 +81,7 @@ def _as_config_error(policy: Policy, source: ModelSource) -> Iterator[None]:
     except TandemError as error:  # raised by attention in a pack, which does not know the name of the model
         raise ConfigError(f"{source.key} = {source.name}: {error}") from None
     except Exception as error:
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or is_lost_rank(error):
             raise
         way_out = "Try policy.packing.mode=none." if policy.packed else "Choose another model."
         raise ConfigError(

@@ -28,6 +28,7 @@ class Sign:
     number: int
     count: int  # of the signs so far
     waits: int  # how many times it has waited for all other ranks
+    exchanges: int  # since then, how many times it has waited for the first ranks of the other machines
     host: str
     pid: int
 
@@ -38,14 +39,18 @@ class Presence:
     def __init__(self, store: Any, number: int, num_ranks: int):
         self._store = dist.PrefixStore("presence", store.clone())
         self._store.set_timeout(timedelta(seconds=SECONDS_TO_WATCH))
-        self._number, self._num_ranks, self._waits, self._count = number, num_ranks, 0, 0
+        self._number, self._num_ranks, self._waits, self._exchanges, self._count = number, num_ranks, 0, 0, 0
         self._ends = threading.Event()
         self._write()
         threading.Thread(target=self._write_signs, name="presence", daemon=True).start()
 
     def waits(self) -> None:
         """Note that this rank is about to wait for all others."""
-        self._waits += 1
+        self._waits, self._exchanges = self._waits + 1, 0
+
+    def exchanges(self) -> None:
+        """Note that this rank is about to wait for the first ranks of the other machines."""
+        self._exchanges += 1
 
     def end(self) -> None:
         self._ends.set()
@@ -57,7 +62,8 @@ class Presence:
 
     def _write(self) -> None:
         self._count += 1
-        sign = {"count": self._count, "waits": self._waits, "host": socket.gethostname(), "pid": os.getpid()}
+        waits = {"waits": self._waits, "exchanges": self._exchanges}
+        sign = {"count": self._count, **waits, "host": socket.gethostname(), "pid": os.getpid()}
         self._store.set(str(self._number), json.dumps(sign))
 
     def _read(self) -> dict[int, Sign]:
@@ -79,7 +85,8 @@ class Presence:
         silent = [sign for number, sign in now.items() if before.get(number, sign).count == sign.count]
         if silent:
             return f"{_named(silent)} {'ended' if all(_is_gone(sign) for sign in silent) else 'no longer answers'}"
-        late = [sign for sign in now.values() if sign.waits < self._waits]
+        # While the first ranks of all machines wait for each other, the other ranks already wait for these.
+        late = [one for one in now.values() if (one.waits, one.exchanges) < (self._waits, self._exchanges)]
         return f"{_named(late)} is running, but the others waited for it in vain" if late else None
 
 
@@ -117,6 +124,12 @@ def note_wait() -> None:
     """Note that this rank is about to wait for all others."""
     if _presence is not None:
         _presence.waits()
+
+
+def note_exchange() -> None:
+    """Note that this rank is about to wait for the first ranks of the other machines."""
+    if _presence is not None:
+        _presence.exchanges()
 
 
 def describe_missing() -> str | None:

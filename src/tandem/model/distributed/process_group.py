@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tandem.config.sections.parallel import DEFAULT_PARALLEL, Parallel
-from tandem.errors import AlreadyReportedError, ConfigError, MachineError, TandemError
+from tandem.errors import AlreadyReportedError, ConfigError, MachineError, TandemError, exit_code_of, is_lost_rank
 from tandem.isolation import GPU_INDEX, STORE_FD
 from tandem.model.distributed import shared_gpu
 from tandem.model.distributed.mesh import SINGLE_RANK_MESH, MeshShape, mesh_shape
@@ -136,14 +136,13 @@ class Ranks:
             done = do() if on else None
         except Exception as error:
             failure = error
-        code = failure.exit_code if isinstance(failure, TandemError) else 1
-        failed = [
-            (number, code) for number, code, fails in self.gather((self.number, code, failure is not None)) if fails
-        ]
-        if failure is not None and failed[0][0] == self.number:
+        known = isinstance(failure, AlreadyReportedError)  # the rank that this one heard of reports it
+        own = None if failure is None else (known, self.number, exit_code_of(failure))
+        failed = sorted(one for one in self.gather(own) if one is not None)
+        if failure is not None and failed[0][1] == self.number:
             raise failure
         if failed:
-            raise AlreadyReportedError(failed[0][1])
+            raise AlreadyReportedError(failed[0][2])
         return done
 
     def from_first(self, do: Callable[[], T]) -> T:
@@ -189,12 +188,15 @@ def compute_deterministically() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def join_process_group(parallel: Parallel = DEFAULT_PARALLEL) -> Ranks:
-    """Join the process group of the ranks that a launcher started. Without a launcher, create a group of this process alone."""
+def join_process_group(parallel: Parallel = DEFAULT_PARALLEL, *, uses_gpus: bool = True) -> Ranks:
+    """Join the process group of the ranks that a launcher started. Without a launcher, create a group of this process alone.
+
+    `uses_gpus`: use one GPU per rank, if this machine has any.
+    """
     shape = mesh_shape(parallel, int(os.environ.get("WORLD_SIZE", 1)))
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cpu")
-    if torch.cuda.is_available():
+    if uses_gpus and torch.cuda.is_available():
         index = 0 if shared_gpu.is_shared() else int(os.environ.get(GPU_INDEX, local))
         if index >= torch.cuda.device_count():
             raise ConfigError(
@@ -205,19 +207,36 @@ def join_process_group(parallel: Parallel = DEFAULT_PARALLEL) -> Ranks:
         device = torch.device("cuda", index)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        backend = shared_gpu.register() if shared_gpu.is_shared() else backend
+        backend = shared_gpu.register() if uses_gpus and shared_gpu.is_shared() else backend
         stay_on_loopback()
         timeout = timedelta(seconds=parallel.timeout_seconds)
-        if (store := loopback_store(timeout)) is not None:
-            number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=timeout)
-        elif int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        try:
+            _init_process_group(backend, timeout)
+        except RuntimeError as error:
+            if not is_lost_rank(error):
+                raise
+            raise _not_started(parallel.timeout_seconds) from error
         start_signs(dist.get_rank(), dist.get_world_size())
     ranks = make_ranks(device, shape, is_first_here=local == 0)
     return replace(ranks, timeout=timedelta(seconds=parallel.timeout_seconds))
+
+
+def _init_process_group(backend: str, timeout: timedelta) -> None:
+    if (store := loopback_store(timeout)) is not None:
+        number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=timeout)
+    elif int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _not_started(seconds: int) -> TandemError:
+    address = f"{os.environ.get('MASTER_ADDR', 'MASTER_ADDR')}:{os.environ.get('MASTER_PORT', 'MASTER_PORT')}"
+    return TandemError(
+        f"not all of the {os.environ['WORLD_SIZE']} ranks of this run started within policy.parallel.timeout_seconds "
+        f"= {seconds}. Look at the output of the others, and check that their machines can reach {address}."
+    )
 
 
 def stay_on_loopback() -> None:

@@ -137,6 +137,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, ranks: Ranks) -> None:
             with writing(place):
                 (aside / "tensors").mkdir(exist_ok=True)
                 digest = write_parts(aside / name, snapshot.parts.arrived())
+                fail_point("checkpoint.part")
                 sync_file(aside / name)  # on the machine that wrote it
                 return digest
 

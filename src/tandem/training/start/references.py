@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import transformers
 
+from tandem.failpoints import fail_point
 from tandem.model.checks.audit import Audit, audit, audit_reference, start_loss_verdict
 from tandem.model.checks.trial import check_forward
 from tandem.model.distributed.layers import compile_layers, freeze, recompute, shard
@@ -57,6 +58,7 @@ def load_sharded(setup: Setup, source: ModelSource, ranks: Ranks, lora: LoraPlan
         read = partial(read_shards, source, skeleton, ranks.device)
     else:
         policy = load_policy(source, config, ranks.device, dtype=setup.weights_dtype)
+    fail_point("weights.load")
     if config.activation_checkpointing != "none":
         recompute(policy, config.activation_checkpointing)
     given: dict[str, Any] = {"reshard_after_forward": config.parallel.reshard_after_forward, "read": read}

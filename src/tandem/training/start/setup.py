@@ -15,6 +15,7 @@ from tandem.config.tracked import (
     check_exported_best,
     tracked_metric,
 )
+from tandem.data.store.machines import ALONE, Machines
 from tandem.data.store.selection import Preferences
 from tandem.data.store.sets import ProgressBar, Sets, no_bar, open_sets
 from tandem.data.text.template import Template, make_template
@@ -102,12 +103,14 @@ def set_up(
     share: RankShare = SINGLE_RANK,
     memory: int | None = None,
     mesh: MeshShape = SINGLE_RANK_MESH,
+    machines: Machines = ALONE,
 ) -> Setup:
     """Tokenise the data and run every check that does not need the weights.
 
     `share`: the part of each batch that this rank computes. `memory`: the smallest device memory of all ranks, in bytes, so that
     every rank chooses the same row length; None: the memory of this device.
-    Ranks call this function at different times, so nothing in it may wait for another rank.
+    `machines`: those whose first ranks call this function together, and tokenise together. The other ranks call it later, so
+    nothing else in it may wait for another rank.
     """
     check_packages(config.logger)
     check_user_losses(config.dpo)
@@ -117,7 +120,7 @@ def set_up(
     attention_kind(config.policy, device)
     source = check_model(config)
     machine = check_machine(config, source, device, mesh)
-    return fit_to_machine(open_inputs(config, source, bar), machine, share, memory)
+    return fit_to_machine(open_inputs(config, source, bar, machines=machines), machine, share, memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,15 +148,23 @@ def check_model(config: Config, *, needs_weights: bool = True) -> ModelSource:
 
 
 def open_inputs(
-    config: Config, source: ModelSource, bar: ProgressBar = no_bar, *, needs_weights: bool = True
+    config: Config,
+    source: ModelSource,
+    bar: ProgressBar = no_bar,
+    *,
+    needs_weights: bool = True,
+    machines: Machines = ALONE,
 ) -> Inputs:
-    """Tokenise and check the sets, and plan the steps of the run. `needs_weights`: of reference.model, as in `find_source`."""
+    """Tokenise and check the sets, and plan the steps of the run.
+
+    `needs_weights`: of reference.model, as in `find_source`. `machines`: as in `set_up`.
+    """
     folder = find_tokenizer(config.policy, source)
     tokenizer = load_tokenizer(folder)
     check_export(tokenizer, folder, source.config)
     template = make_template(tokenizer, config.policy.tokenizer)
     reference_source = _find_reference(config, source, tokenizer, needs_weights=needs_weights)
-    sets = open_sets(config, template, bar)
+    sets = open_sets(config, template, bar, machines)
     _check_sets(sets, config, source)
     check_positions(sets, source, reference_source)
     return Inputs(
