@@ -23,7 +23,7 @@ from tandem.model.architecture import decoder_layers, head_of
 from tandem.model.distributed.layers import shard
 from tandem.model.distributed.process_group import join_process_group
 from tandem.model.files.tiny import tiny_model as embedded_model
-from tandem.model.lora.layers import load_adapted
+from tandem.model.lora.adapters import load_adapted
 from tandem.model.reference import CachedReference
 from tandem.packing.layout import lay_out
 from tandem.storage.cache import read_manifest

@@ -19,7 +19,8 @@ from tandem.model.architecture import check_packable
 from tandem.model.checks.positions import position_limit
 from tandem.model.files.source import find_model, find_tokenizer, weights_fingerprint
 from tandem.model.load import load_policy
-from tandem.model.lora.layers import load_adapted, plan_lora
+from tandem.model.lora.adapters import load_adapted
+from tandem.model.lora.layers import plan_lora
 
 pytestmark = pytest.mark.slow
 

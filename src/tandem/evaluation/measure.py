@@ -28,7 +28,8 @@ from tandem.model.distributed.layers import compile_layers, freeze, shard
 from tandem.model.distributed.process_group import Ranks, join_process_group, leave_process_group
 from tandem.model.files.source import ModelSource, find_source, find_tokenizer
 from tandem.model.load import attention_kind, load_policy
-from tandem.model.lora.layers import load_adapted, start_fingerprint
+from tandem.model.lora.adapters import load_adapted
+from tandem.model.lora.layers import start_fingerprint
 from tandem.model.policy import Policy
 from tandem.model.reference import CachedReference, NoReference, Reference, cached_reference, reference_name
 from tandem.packing.packer import Packer, make_packer

@@ -12,7 +12,8 @@ from tandem.data.text.tokenizer import check_export, load_tokenizer
 from tandem.errors import CheckpointError, ConfigError, MachineError, TandemError
 from tandem.model.files.source import ModelSource, find_tokenizer
 from tandem.model.load import load_policy
-from tandem.model.lora.layers import LoraPlan, load_adapted, start_fingerprint
+from tandem.model.lora.adapters import load_adapted
+from tandem.model.lora.layers import LoraPlan, start_fingerprint
 from tandem.model.policy import Policy
 from tandem.storage.cache import read_manifest
 from tandem.training.checkpoint.checkpoints import FORMAT_VERSION

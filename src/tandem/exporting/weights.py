@@ -16,10 +16,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from tandem.data.text.template import Template
+from tandem.exporting.gathering import gather_to_disk
 from tandem.failpoints import fail_point
 from tandem.model.distributed.process_group import Ranks
+from tandem.model.lora.adapters import dequantise, merge_adapters
 from tandem.model.lora.files import write_adapter
-from tandem.model.lora.layers import ADAPTER, LoraPlan, dequantise, merge_adapters
+from tandem.model.lora.layers import ADAPTER, LoraPlan
 from tandem.model.policy import Policy
 from tandem.model.precision.rounding import hash_start, random_bits, round_to_bfloat16, salt_of
 from tandem.storage.cache import published
@@ -82,9 +84,12 @@ def export_model(
     """
     round_one = _rounding_function(dtype, rounding)
 
+    saved = _empty_model(policy, config, dtype)
+    is_gathered = ranks.count > 1 and all(parameter.is_floating_point() for parameter in policy.parameters())
+
     def gather(aside: Path) -> dict[str, Tensor]:
-        if ranks.count > 1 and not adapted and all(p.is_floating_point() for p in policy.parameters()):
-            return _gather_to_disk(policy, aside / SCRATCH, round_one, ranks)
+        if is_gathered:
+            return gather_to_disk(policy, saved, aside / SCRATCH, round_one, ranks)
         full = _full_tensors(policy)
         if not ranks.is_first:
             return {}
@@ -92,7 +97,10 @@ def export_model(
         return {name: round_one(name, tensors[name]) for name in sorted(tensors)}
 
     def write(aside: Path, state: dict[str, Tensor]) -> None:
-        _save(policy, config, state, aside, dtype, max_shard_size)
+        # What was gathered on disk has its published names already.
+        saved.save_pretrained(
+            str(aside), state_dict=state, max_shard_size=max_shard_size, save_original_format=not is_gathered
+        )
         shutil.rmtree(aside / SCRATCH, ignore_errors=True)
         _save_tokenizer(template, aside)
 
@@ -154,35 +162,6 @@ def _rounding_function(dtype: torch.dtype, rounding: str) -> Callable[[str, Tens
     return round_one
 
 
-def _gather_to_disk(
-    policy: Policy, scratch: Path, round_one: Callable[[str, Tensor], Tensor], ranks: Ranks
-) -> dict[str, Tensor]:
-    """Gather a sharded model one tensor at a time, so that no rank holds more than one whole tensor in memory.
-
-    The first rank writes each tensor, rounded, to a file in the folder `scratch`. Return the tensors, mapped into memory, on the
-    first rank, and nothing on the others.
-    """
-    saved = policy.state_dict().keys()
-    named = [*policy.named_parameters(), *policy.named_buffers()]
-    mapped: dict[str, Tensor] = {}
-    for number, (name, tensor) in enumerate(sorted((name, t) for name, t in named if name in saved)):
-        full, name = _on_host(tensor), name.removeprefix("model.")
-
-        def write(name: str = name, full: Tensor = full, number: int = number) -> None:
-            scratch.mkdir(exist_ok=True)
-            mapped[name] = _write_and_map(scratch / str(number), round_one(name, full))
-
-        ranks.run_or_stop_all(write, on=ranks.is_first)
-    return mapped
-
-
-def _write_and_map(file: Path, tensor: Tensor) -> Tensor:
-    """Write a tensor to a file, and return it mapped into memory: it takes no memory until it is read."""
-    numbers: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
-    numbers.tofile(file)
-    return torch.from_file(str(file), shared=False, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
-
-
 def _full_tensors(policy: Policy) -> dict[str, Tensor]:
     """Return every tensor of the model, unsharded and on the host. A tied weight is returned once, so it is rounded once."""
     tensors = dict([*policy.named_parameters(), *policy.named_buffers()])
@@ -202,9 +181,8 @@ def _on_host(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
-def _save(
-    policy: Policy, config: Any, state: dict[str, Tensor], folder: Path, dtype: torch.dtype, max_shard_size: str = "5GB"
-) -> None:
+def _empty_model(policy: Policy, config: Any, dtype: torch.dtype) -> Any:
+    """Return the model to save, without weights."""
     config = copy.deepcopy(config)
     config.dtype = dtype
     if hasattr(config, "quantization_config"):  # some quantised weights (MXFP4) are loaded and trained as plain ones
@@ -212,7 +190,7 @@ def _save(
     with torch.device("meta"):
         empty = policy.architecture.auto_class.from_config(config, dtype=dtype, attn_implementation="eager")
     empty.generation_config = policy.model.generation_config
-    empty.save_pretrained(str(folder), state_dict=state, max_shard_size=max_shard_size)
+    return empty
 
 
 def _save_tokenizer(template: Template, folder: Path) -> None:

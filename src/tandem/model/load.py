@@ -10,7 +10,7 @@ from tandem.errors import ConfigError, MachineError, one_line
 from tandem.model.architecture import auto_class, check_architecture, fixed_attention_error, head_of
 from tandem.model.attention.pack_attention import IMPLEMENTATION, AttentionKind
 from tandem.model.checks.trial import check_forward, is_out_of_memory
-from tandem.model.distributed.sharded_load import can_read_shards, model_without_weights
+from tandem.model.distributed.sharded_load import UnloadedModel, model_without_weights, recipes_for
 from tandem.model.files.build_limits import within_limits
 from tandem.model.files.source import ModelSource, describe
 from tandem.model.head import auto_head_chunk
@@ -52,11 +52,12 @@ def as_policy(model: Any, source: ModelSource, policy: PolicyConfig, device: tor
     return Policy(model.eval(), packed=packed, attention=attention_kind(policy, device), head=head)
 
 
-def unloaded_model(source: ModelSource, policy: PolicyConfig, dtype: torch.dtype) -> Any | None:
+def unloaded_model(source: ModelSource, policy: PolicyConfig, dtype: torch.dtype) -> UnloadedModel | None:
     """Return a model whose weights can be read shard by shard with `read_shards`. Return None if they cannot."""
     try:
         model = model_without_weights(source, dtype, attention_name(source, policy))
-        return model if can_read_shards(source, model, dtype) else None
+        recipes = recipes_for(source, model)
+        return None if recipes is None else UnloadedModel(model, recipes)
     except Exception as error:
         if is_out_of_memory(error):
             raise

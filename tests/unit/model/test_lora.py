@@ -20,9 +20,9 @@ from tandem.model.files.source import ModelSource, find_source, weights_fingerpr
 from tandem.model.files.tiny import tiny_model
 from tandem.model.head import chunked_logps
 from tandem.model.lora import layers as module
+from tandem.model.lora.adapters import load_adapted
 from tandem.model.lora.layers import (
     TrainingDropout,
-    load_adapted,
     lora_layers,
     plan_lora,
     rounds_frozen_weights,

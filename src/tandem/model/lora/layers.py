@@ -1,4 +1,4 @@
-"""LoRA: decides which layers get adapters (before the weights are loaded), and adds peft's adapters to the loaded model."""
+"""LoRA: decides which layers get adapters, before the weights are loaded, and replaces them by peft's adapted layers."""
 
 import importlib.util
 import re
@@ -12,13 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.config.sections.policy import ALL_LINEAR, Lora
-from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.data.store.pool import WorkerDied, WorkerStalled, run_in_process
 from tandem.errors import ConfigError, MachineError, one_line
 from tandem.model.files.source import ModelSource, weights_fingerprint, weights_of
-from tandem.model.load import empty_model, load_policy
+from tandem.model.load import empty_model
 from tandem.model.lora.files import TrainedAdapter, read_adapter
-from tandem.model.policy import Policy
 from tandem.storage.cache import fingerprint
 from tandem.terminal.commands import install_command
 from tandem.terminal.printable import listed
@@ -126,31 +124,9 @@ def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: 
     )
     num_frozen = sum(parameter.numel() for parameter in model.parameters())
     with torch.device("meta"):
-        _inject(model, plan, source)
+        inject(model, plan, source)
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return replace(plan, num_trained=num_trained, num_frozen=num_frozen)
-
-
-def load_adapted(source: ModelSource, policy: PolicyConfig, device: torch.device, plan: LoraPlan) -> Policy:
-    """Load the frozen model and add adapters to it, either from policy.lora.adapter or new ones.
-
-    New adapters do not change the model's output before they are trained.
-    """
-    loaded = load_policy(source, policy, device, dtype=plan.dtype, quantization=plan.quantization_config())
-    _inject(loaded.model, plan, source)
-    if plan.dropout == 0 and plan.quantization is None:
-        from tandem.model.lora.joined import join_adapters
-
-        join_adapters(loaded.model)
-    weights = {} if plan.start is None else plan.start.weights()
-    with torch.no_grad():
-        for name, layer in lora_layers(loaded.model):
-            for side in ("lora_A", "lora_B"):
-                weight = getattr(layer, side)[ADAPTER].weight
-                weight.data = weight.data.float()
-                if weights:
-                    weight.copy_(weights[f"{name}.{side}"])
-    return loaded
 
 
 def start_fingerprint(source: ModelSource, plan: LoraPlan | None) -> str:
@@ -191,30 +167,7 @@ def lora_layers(model: Any) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
-def merge_adapters(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of the plain model, with the adapters merged into the weights in float32.
-
-    `tensors`: the weights of the adapted model, including those of the adapters.
-    """
-    plain = {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items() if ".lora_" not in name}
-    for name, layer in lora_layers(model):
-        up, down = (tensors[f"{name}.{side}.{ADAPTER}.weight"].float() for side in ("lora_B", "lora_A"))
-        plain[f"{name}.weight"] = plain[f"{name}.weight"].float() + layer.scaling[ADAPTER] * (up @ down)
-    return plain
-
-
-def dequantise(model: Any) -> dict[str, Tensor]:
-    """Return a dict from name to dequantised weight, on the host, for all quantised layers."""
-    from peft.utils.integrations import dequantize_module_weight
-
-    return {
-        f"{name}.weight": dequantize_module_weight(module).detach().cpu()
-        for name, module in model.named_modules()
-        if (weight := module._parameters.get("weight")) is not None and not weight.is_floating_point()
-    }
-
-
-def _inject(model: Any, plan: LoraPlan, source: ModelSource) -> None:
+def inject(model: Any, plan: LoraPlan, source: ModelSource) -> None:
     """Replace the target layers of the model by peft's adapted layers, in place, and freeze all other weights."""
     from peft import inject_adapter_in_model
 

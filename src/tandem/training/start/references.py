@@ -20,7 +20,8 @@ from tandem.model.distributed.process_group import Ranks
 from tandem.model.distributed.sharded_load import read_shards
 from tandem.model.files.source import ModelSource, weights_fingerprint
 from tandem.model.load import as_policy, attention_kind, load_policy, unloaded_model
-from tandem.model.lora.layers import LoraPlan, load_adapted, rounds_frozen_weights
+from tandem.model.lora.adapters import adapt_unloaded, load_adapted
+from tandem.model.lora.layers import LoraPlan, rounds_frozen_weights
 from tandem.model.policy import Policy
 from tandem.model.reference import (
     CachedReference,
@@ -51,11 +52,14 @@ def load_sharded(setup: Setup, source: ModelSource, ranks: Ranks, lora: LoraPlan
     If possible, each of several ranks reads only its own shards of the weights.
     """
     config, read = setup.config.policy, None
-    if lora is not None:
+    dtype, is_quantised = (setup.weights_dtype, False) if lora is None else (lora.dtype, lora.quantization is not None)
+    if ranks.count > 1 and not is_quantised and (unloaded := unloaded_model(source, config, dtype)) is not None:
+        if lora is not None:
+            adapt_unloaded(unloaded.model, lora, source)
+        policy = as_policy(unloaded.model, source, config, ranks.device)
+        read = partial(read_shards, source, unloaded, ranks.device)
+    elif lora is not None:
         policy = load_adapted(source, config, ranks.device, lora)
-    elif ranks.count > 1 and (skeleton := unloaded_model(source, config, setup.weights_dtype)) is not None:
-        policy = as_policy(skeleton, source, config, ranks.device)
-        read = partial(read_shards, source, skeleton, ranks.device)
     else:
         policy = load_policy(source, config, ranks.device, dtype=setup.weights_dtype)
     fail_point("weights.load")

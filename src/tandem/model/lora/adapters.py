@@ -1,0 +1,98 @@
+"""LoRA adapters of a model: adds them to a loaded or an unloaded model, and merges them into its weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tandem.config.sections.policy import Policy as PolicyConfig
+from tandem.model.distributed.sharded_load import plain_name
+from tandem.model.files.source import ModelSource
+from tandem.model.load import load_policy
+from tandem.model.lora.layers import ADAPTER, LoraPlan, inject, lora_layers
+from tandem.model.policy import Policy
+
+
+def load_adapted(source: ModelSource, policy: PolicyConfig, device: torch.device, plan: LoraPlan) -> Policy:
+    """Load the frozen model and add adapters to it, either from policy.lora.adapter or new ones.
+
+    New adapters do not change the model's output before they are trained.
+    """
+    loaded = load_policy(source, policy, device, dtype=plan.dtype, quantization=plan.quantization_config())
+    _add(loaded.model, plan, source)
+    return loaded
+
+
+def adapt_unloaded(model: Any, plan: LoraPlan, source: ModelSource) -> None:
+    """Add adapters to a model whose weights are on the meta device.
+
+    The adapters have their values, in host memory: those that `load_adapted` adds with the same random state.
+    """
+    model.requires_grad_(False)
+    with _on_host_without_memory(model, plan.targets):
+        _add(model, plan, source)
+
+
+def _add(model: Any, plan: LoraPlan, source: ModelSource) -> None:
+    inject(model, plan, source)
+    if plan.dropout == 0 and plan.quantization is None:
+        from tandem.model.lora.joined import join_adapters
+
+        join_adapters(model)
+    weights = {} if plan.start is None else plan.start.weights()
+    with torch.no_grad():
+        for name, layer in lora_layers(model):
+            for side in ("lora_A", "lora_B"):
+                weight = getattr(layer, side)[ADAPTER].weight
+                weight.data = weight.data.float()
+                if weights:
+                    weight.copy_(weights[f"{name}.{side}"])
+
+
+@contextmanager
+def _on_host_without_memory(model: Any, targets: tuple[str, ...]) -> Iterator[None]:
+    """Replace the weights of layers on the meta device by tensors of the same shape on the host that take no memory.
+
+    peft moves new adapters to the device of the layer's weight, and on the meta device they would lose their values.
+    """
+    layers = {name: model.get_submodule(name) for name in targets}
+    weights = {name: layer.weight for name, layer in layers.items()}
+    for name, weight in weights.items():
+        layers[name].weight = nn.Parameter(
+            torch.zeros((), dtype=weight.dtype).expand(weight.shape), requires_grad=False
+        )
+    try:
+        yield
+    finally:
+        for name, weight in weights.items():
+            layers[name].weight = weight
+
+
+def merge_adapters(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of the plain model, with the adapters merged into the weights in float32.
+
+    `tensors`: the weights of the adapted model, including those of the adapters.
+    """
+    plain = {plain_name(name): tensor for name, tensor in tensors.items() if ".lora_" not in name}
+    for name, layer in lora_layers(model):
+        plain[f"{name}.weight"] = merge_adapter(name, layer, plain[f"{name}.weight"], tensors)
+    return plain
+
+
+def merge_adapter(name: str, layer: Any, weight: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+    """Return the weight of an adapted layer, with its adapter, which is in `tensors`, merged into it in float32."""
+    up, down = (tensors[f"{name}.{side}.{ADAPTER}.weight"].float() for side in ("lora_B", "lora_A"))
+    return weight.float() + layer.scaling[ADAPTER] * (up @ down)
+
+
+def dequantise(model: Any) -> dict[str, Tensor]:
+    """Return a dict from name to dequantised weight, on the host, for all quantised layers."""
+    from peft.utils.integrations import dequantize_module_weight
+
+    return {
+        f"{name}.weight": dequantize_module_weight(module).detach().cpu()
+        for name, module in model.named_modules()
+        if (weight := module._parameters.get("weight")) is not None and not weight.is_floating_point()
+    }
