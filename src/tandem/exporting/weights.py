@@ -16,7 +16,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from tandem.data.text.template import Template
+from tandem.exporting.other_parts import copy_other_parts, copy_processor, keep_dtypes, named_as_stored
+from tandem.model.architecture import is_multimodal
 from tandem.model.distributed.process_group import Ranks
+from tandem.model.files.source import ModelSource
 from tandem.model.lora.files import write_adapter
 from tandem.model.lora.layers import ADAPTER, LoraPlan, dequantise, merge_adapters
 from tandem.model.policy import Policy
@@ -61,7 +64,7 @@ def _round_with_bits(values: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor
 
 def export_model(
     policy: Policy,
-    config: Any,
+    source: ModelSource,
     template: Template,
     folder: Path,
     ranks: Ranks,
@@ -72,11 +75,12 @@ def export_model(
     measure: Callable[[Path], None],
     adapted: bool = False,
 ) -> None:
-    """Write the model and the tokenizer to `folder`, so that `AutoModelForCausalLM` and `AutoTokenizer` can load them.
+    """Write the model and the tokenizer to `folder`, so that transformers can load them with the start model's class.
 
     Every rank contributes its shard of the weights. The first rank writes all weights, in files of at most `max_shard_size`.
     All ranks then call `measure` with the temporary path of the export, before the export gets its final name.
-    `config`: the configuration of the start model. It keeps settings that training disables, such as dropout.
+    `source`: the start model. Its configuration keeps settings that training disables, such as dropout. If it is multimodal, the
+    parts that are not trained are copied from its files.
     `adapted`: whether the policy has adapters, which are added to the weights in float32 before rounding.
     """
     round_one = _rounding_function(dtype, rounding)
@@ -91,7 +95,7 @@ def export_model(
         return {name: round_one(name, tensors[name]) for name in sorted(tensors)}
 
     def write(aside: Path, state: dict[str, Tensor]) -> None:
-        _save(policy, config, state, aside, dtype, max_shard_size)
+        _save(policy, source, state, aside, dtype, max_shard_size)
         shutil.rmtree(aside / SCRATCH, ignore_errors=True)
         _save_tokenizer(template, aside)
 
@@ -201,16 +205,23 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _save(
-    policy: Policy, config: Any, state: dict[str, Tensor], folder: Path, dtype: torch.dtype, max_shard_size: str = "5GB"
+    policy: Policy, source: ModelSource, state: dict[str, Tensor], folder: Path, dtype: torch.dtype, max_shard_size: str
 ) -> None:
-    config = copy.deepcopy(config)
+    config = copy.deepcopy(source.config)
     config.dtype = dtype
     if hasattr(config, "quantization_config"):  # some quantised weights (MXFP4) are loaded and trained as plain ones
         del config.quantization_config
     with torch.device("meta"):
         empty = policy.architecture.auto_class.from_config(config, dtype=dtype, attn_implementation="eager")
     empty.generation_config = policy.model.generation_config
-    empty.save_pretrained(str(folder), state_dict=state, max_shard_size=max_shard_size)
+    if not is_multimodal(config):
+        empty.save_pretrained(str(folder), state_dict=state, max_shard_size=max_shard_size)
+        return
+    keep_dtypes(config, source)
+    named = named_as_stored(state, empty, source)
+    empty.save_pretrained(str(folder), state_dict=named, max_shard_size=max_shard_size, save_original_format=False)
+    copy_other_parts(folder, empty, source, max_shard_size)
+    copy_processor(folder, source)
 
 
 def _save_tokenizer(template: Template, folder: Path) -> None:

@@ -85,15 +85,20 @@ class Architecture:
         return "eager" if self.caps_scores or not self.model_class._supports_sdpa else "sdpa"
 
 
+def is_multimodal(config: Any) -> bool:
+    """Whether a configuration is that of a multimodal checkpoint of which only the text model is loaded."""
+    return config.model_type in TEXT_MODELS
+
+
 def auto_class(config: Any) -> Any:
     """Return the class that builds (`from_config`) and loads (`from_pretrained`) a model with this configuration.
 
-    It is an auto class of transformers or, for a multimodal checkpoint, a class that builds only its text model. Raise KeyError if
-    transformers has no class for the checkpoint.
+    It is an auto class of transformers or, for a multimodal checkpoint, a class that builds only its text model. Raise KeyError
+    if transformers has no class for the checkpoint.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    if config.model_type not in TEXT_MODELS:
+    if not is_multimodal(config):
         return AutoModelForCausalLM
     return text_model_class(AutoModelForImageTextToText._model_mapping[type(config)], TEXT_MODELS[config.model_type])
 
@@ -107,7 +112,7 @@ def architecture_of(config: Any, model_class: Any = None) -> Architecture:
     text = config.get_text_config()
     auto = auto_class(config)
     if model_class is None:
-        model_class = auto if config.model_type in TEXT_MODELS else auto._model_mapping[type(config)]
+        model_class = auto if is_multimodal(config) else auto._model_mapping[type(config)]
     kinds = getattr(text, "layer_types", None) or []
     recurrent = tuple(sorted({kind for kind in kinds if _mixing(kind) in ("recurrent", "both")}))
     if not recurrent and getattr(model_class, "_is_stateful", False):

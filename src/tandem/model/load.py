@@ -1,5 +1,6 @@
 """Checks the model of a ModelSource and loads its weights to a device, as a Policy."""
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -130,7 +131,8 @@ def empty_model(source: ModelSource) -> Any:
     """Return the model without weights (on the meta device), to inspect its layers."""
     try:
         with torch.device("meta"), within_limits(source):
-            return auto_class(source.config).from_config(source.config, attn_implementation="eager")
+            config = copy.deepcopy(source.config)  # from_config changes its dtype, which exports use
+            return auto_class(config).from_config(config, attn_implementation="eager")
     except ConfigError:
         raise
     except Exception as error:

@@ -24,10 +24,15 @@ def text_model_class(complete: Any, path: str) -> Any:
         complete.__init__(model, config, *given, **named)
         _remove_other_parts(model, path)
 
+    def set_attention(model: Any, name: str) -> None:
+        # Not the attention of the other parts: transformers would warn that it cannot find them.
+        complete.set_attn_implementation(model, {"": name, "text_config": name})
+
     own = {
         "__init__": build,
         "__module__": complete.__module__,
         "__doc__": complete.__doc__,
+        "set_attn_implementation": set_attention,
         "from_config": classmethod(lambda cls, config, **named: cls._from_config(config, **named)),
         # Weights of the other parts are in the files, but not in the model.
         "_keys_to_ignore_on_load_unexpected": [".*"],
