@@ -142,6 +142,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "phimoe": {"sliding_window": None},  # refused in packs with a window, which only its mask implements
     "qwen2_5_vl": {"text_config": {"rope_parameters": MROPE}},
     "qwen2_vl": {"text_config": {"rope_parameters": MROPE}},
+    "qwen3_vl_moe": {"text_config": {"sliding_window": None}},  # its layers have no windows
     "qwen4_exp": {"text_config": INDEXER},
     "qwen4_exp_text": INDEXER,
     "reformer": {"is_decoder": True, "axial_pos_shape": [16, 32], "axial_pos_embds_dim": [8, 24]},
@@ -176,8 +177,10 @@ DECODERS = [
     "xmod",
 ]
 AS_DECODER = " with is_decoder"
-NOT_CAUSAL = ["mistral3", "qwen2_vl", "t5"]
-NAMES = sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(name + AS_DECODER for name in DECODERS), *NOT_CAUSAL])
+NOT_CAUSAL = ["paligemma", "t5"]
+NAMES = sorted(
+    {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(name + AS_DECODER for name in DECODERS), *TEXT_MODELS, *NOT_CAUSAL}
+)
 
 # Settings that add randomness in training mode. All are enabled, to test that they have no effect.
 RANDOM_SETTINGS = {"dropout": 0.1, "pdrop": 0.1, "layerdrop": 0.1, "jitter": 0.01}
@@ -189,6 +192,7 @@ EXACT = 1e-5
 
 # Part of the message with which a type is refused -> the reason in the table.
 REASONS = {
+    "is multimodal": "unknown multimodal type",
     "is not a causal language model in transformers": "not a causal model",
     "not a causal language model: a later token": "sees later tokens",
     "its recurrent layers": "recurrent layers",

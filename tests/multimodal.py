@@ -13,28 +13,49 @@ from transformers.utils.logging import disable_progress_bar
 from tandem.model.files.tiny import tiny_model as embedded_model
 
 VISION = {
-    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4},
-    **{"num_key_value_heads": 4, "head_dim": 8, "image_size": 32, "patch_size": 16},
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "image_size": 32,
+    "patch_size": 16,
 }
 QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32}
 SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
 LINEAR = {
-    **{"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "gemma3": {"text_config": {**SLIDING, "query_pre_attn_scalar": 8}, "vision_config": VISION, "mm_tokens_per_image": 4},
+    "gemma3": {
+        "text_config": {**SLIDING, "query_pre_attn_scalar": 8},
+        "vision_config": VISION,
+        "mm_tokens_per_image": 4,
+    },
     "gemma4": {
         "text_config": {
-            **{**SLIDING, "num_hidden_layers": 4, "layer_types": 2 * SLIDING["layer_types"], "num_kv_shared_layers": 2},
-            **{"global_head_dim": 16, "vocab_size_per_layer_input": 2048, "hidden_size_per_layer_input": 8},
+            **SLIDING,
+            "num_hidden_layers": 4,
+            "layer_types": 2 * SLIDING["layer_types"],
+            "num_kv_shared_layers": 2,
+            "global_head_dim": 16,
+            "vocab_size_per_layer_input": 2048,
+            "hidden_size_per_layer_input": 8,
             "final_logit_softcapping": 3.0,
         },
         "vision_config": {**VISION, "position_embedding_size": 16},
         "audio_config": {
-            **{"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "output_proj_dims": 32},
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "output_proj_dims": 32,
             "subsampling_conv_channels": [8, 4],
         },
     },
@@ -47,8 +68,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral3": {"text_config": {"model_type": "mistral", "sliding_window": WINDOW}, "vision_config": VISION},
     "llama4": {
         "text_config": {
-            **{"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2},
-            **{"attention_chunk_size": 512, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 48,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 512,
+            "layer_types": ["chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0],
         },
         "vision_config": {**VISION, "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64},
     },

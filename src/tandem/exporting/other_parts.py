@@ -57,8 +57,8 @@ def copy_other_parts(folder: Path, model: Any, source: ModelSource, max_shard_si
             places[tensor], num_bytes = name, num_bytes + size
     if both := places.keys() & others.keys():
         raise DefectError(
-            f"{min(both)} of {source.name} belongs to its text model and to its other parts. This is a bug in tandem; nothing was "
-            "exported. Please report it with the model's config.json."
+            f"{min(both)} of {source.name} belongs to its text model and to its other parts. This is a bug in tandem; nothing "
+            "was exported. Please report it with the model's config.json."
         )
     for number, names in enumerate(shards, len(written) + 1):
         name = _file_name(number, len(written) + len(shards))

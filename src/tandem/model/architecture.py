@@ -42,13 +42,24 @@ NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, RecurrentGemma, xLSTM
 # Types of multimodal checkpoints -> where their text model, without its head, is in the class that loads the checkpoint.
 TEXT_MODELS = {
+    "dots3_note": "model.language_model",
+    "fuyu": "model.language_model",
     "gemma3": "model.language_model",
     "gemma4": "model.language_model",
+    "gemma4_unified": "model.language_model",
+    "got_ocr2": "model.language_model",
+    "internvl": "model.language_model",
     "llama4": "language_model.model",
+    "llava": "model.language_model",
     "mistral3": "model.language_model",
+    "mllama": "model.language_model",
     "qwen2_5_vl": "model.language_model",
+    "qwen2_vl": "model.language_model",
     "qwen3_5": "model.language_model",
+    "qwen3_5_moe": "model.language_model",
     "qwen3_vl": "model.language_model",
+    "qwen3_vl_moe": "model.language_model",
+    "qwen4_exp": "model.language_model",
 }
 REQUIRED_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
 
@@ -90,16 +101,18 @@ def is_multimodal(config: Any) -> bool:
     return config.model_type in TEXT_MODELS
 
 
-def auto_class(config: Any) -> Any:
+def auto_class(config: Any, *, complete: bool = False) -> Any:
     """Return the class that builds (`from_config`) and loads (`from_pretrained`) a model with this configuration.
 
     It is an auto class of transformers or, for a multimodal checkpoint, a class that builds only its text model. Raise KeyError
-    if transformers has no class for the checkpoint.
+    if transformers has no class for the checkpoint. `complete`: build all parts of a multimodal checkpoint.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     if not is_multimodal(config):
         return AutoModelForCausalLM
+    if complete:
+        return AutoModelForImageTextToText
     return text_model_class(AutoModelForImageTextToText._model_mapping[type(config)], TEXT_MODELS[config.model_type])
 
 
@@ -138,6 +151,7 @@ def architecture_of(config: Any, model_class: Any = None) -> Architecture:
 
 def check_architecture(source: ModelSource) -> Architecture:
     """Return the Architecture of a model. Raise ConfigError if transformers has no causal language model of the model's type."""
+    _refuse_unknown_multimodal(source)
     try:
         text = source.config.get_text_config()
         if any(getattr(text, name, None) is None for name in REQUIRED_SIZES):
@@ -148,6 +162,24 @@ def check_architecture(source: ModelSource) -> Architecture:
             f"{source.key} = {source.name}: model type {source.config.model_type!r} is not a causal language model in "
             "transformers. Choose a model that generates text."
         ) from None
+
+
+def _refuse_unknown_multimodal(source: ModelSource) -> None:
+    """Raise ConfigError for a multimodal checkpoint whose text model cannot be trained alone."""
+    from transformers import AutoModelForImageTextToText
+
+    config = source.config
+    if is_multimodal(config) and getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{source.key} = {source.name}: a multimodal checkpoint with quantised weights, whose text model cannot be exported "
+            "again with its other parts. Give the checkpoint that it was quantised from."
+        )
+    if not is_multimodal(config) and type(config) in AutoModelForImageTextToText._model_mapping:
+        raise ConfigError(
+            f"{source.key} = {source.name}: model type {config.model_type!r} is multimodal, and tandem does not know where its "
+            "text model is, to train it and export the rest unchanged. Save its text model as a causal language model and train "
+            f"that, or choose a checkpoint of one of these types: {', '.join(TEXT_MODELS)}."
+        )
 
 
 def _mixing(kind: str) -> Mixing:

@@ -127,12 +127,15 @@ def _quantization_method(source: ModelSource) -> str:
     return str(given.get("quant_method") if isinstance(given, dict) else given.quant_method)
 
 
-def empty_model(source: ModelSource) -> Any:
-    """Return the model without weights (on the meta device), to inspect its layers."""
+def empty_model(source: ModelSource, *, complete: bool = False) -> Any:
+    """Return the model without weights (on the meta device), to inspect its layers.
+
+    `complete`: with the parts of a multimodal checkpoint that are not trained.
+    """
     try:
         with torch.device("meta"), within_limits(source):
             config = copy.deepcopy(source.config)  # from_config changes its dtype, which exports use
-            return auto_class(config).from_config(config, attn_implementation="eager")
+            return auto_class(config, complete=complete).from_config(config, attn_implementation="eager")
     except ConfigError:
         raise
     except Exception as error:

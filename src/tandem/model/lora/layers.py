@@ -15,6 +15,7 @@ from tandem.config.sections.policy import ALL_LINEAR, Lora
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.data.store.pool import WorkerDied, WorkerStalled, run_in_process
 from tandem.errors import ConfigError, MachineError, one_line
+from tandem.model.architecture import is_multimodal
 from tandem.model.files.source import ModelSource, weights_fingerprint, weights_of
 from tandem.model.load import empty_model, load_policy
 from tandem.model.lora.files import TrainedAdapter, read_adapter
@@ -107,6 +108,8 @@ def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: 
         )
     model = empty_model(source)
     start = None if lora.adapter is None else read_adapter(lora.adapter)
+    # peft loads an exported adapter on the complete model, whose other parts may have layers of the same names.
+    modules = empty_model(source, complete=True) if is_multimodal(source.config) else model
     targets = _targets(model, source, lora) if start is None else _adapter_targets(start, model, source, lora)
     # A frozen weight is never updated, so with bfloat16 computation the published dtype loses nothing. But float16 cannot be
     # multiplied with bfloat16.
@@ -118,7 +121,7 @@ def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: 
         dropout=lora.dropout,
         rslora=start is not None and start.rslora,
         targets=tuple(targets),
-        names=_short_names(targets, [name for name, _ in model.named_modules()]),
+        names=_short_names(targets, [name for name, _ in modules.named_modules()]),
         start=start,
         dtype=dtype,
         precision=precision,
