@@ -10,7 +10,7 @@ import torch
 from models import as_policy, plain_token_logps, random_preference
 from multimodal import FAMILIES, PROCESSOR, multimodal_folder, stored_tensors
 from peft import PeftModel
-from running import few_pairs, metrics_of, short_run
+from running import SHORT, few_pairs, metrics_of, short_run
 from several import run_together
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
@@ -26,7 +26,7 @@ from tandem.training.memory import estimate_memory
 
 CPU = torch.device("cpu")
 OTHER_PARTS = ("vision", "visual", "audio", "projector")
-SHORT = ["policy.max_total_sequence_length=256", "policy.optimizer.kwargs.lr=1e-2", "dpo.max_num_steps=2"]
+TWO_STEPS = ["policy.max_total_sequence_length=256", "policy.optimizer.kwargs.lr=1e-2", "dpo.max_num_steps=2"]
 slow = pytest.mark.slow
 # One whose files name the weights differently; the others take minutes.
 SOME = [family if family == "gemma3" else pytest.param(family, marks=slow) for family in FAMILIES]
@@ -37,7 +37,7 @@ def is_text(name: str) -> bool:
 
 
 def settings(folder: Path, base: Path) -> list[str]:
-    return [f"policy.model_name={base}", *SHORT, few_pairs(folder, 20)]
+    return [f"policy.model_name={base}", *TWO_STEPS, few_pairs(folder, 20)]
 
 
 def complete_model(folder: Path):
@@ -85,7 +85,7 @@ def assert_exported(base: Path, folder: Path, *, dtype: torch.dtype = torch.bflo
             assert after[name].dtype == dtype, name
         else:
             assert after[name].dtype == tensor.dtype, name
-            assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
+            assert torch.equal(after[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
     assert any(not torch.equal(after[name].float(), before[name].float()) for name in before if is_text(name))
     configs = [json.loads((place / "config.json").read_text()) for place in (base, folder)]
     assert configs[1]["architectures"] == configs[0]["architectures"]
@@ -151,32 +151,22 @@ def stored_adapter(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @slow
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
 def test_two_ranks_and_recomputed_layers_train_the_same_model_as_one_rank(family, tmp_path):
     """The files of Qwen name weights as the model does, so each rank reads only its own rows."""
     base = multimodal_folder(tmp_path / "base", family)
-    more = [*settings(tmp_path, base), "export.dtype=float32", "policy.optimizer.kwargs.lr=1e-4"]
+    # With this eps, weights whose gradients are almost zero do not change by the sign of their rounding errors.
+    eps = ["policy.optimizer.kwargs.lr=1e-3", "policy.optimizer.kwargs.eps=0.01"]
+    more = [*SHORT, *settings(tmp_path, base), "export.dtype=float32", *eps]
     alone = short_run(tmp_path / "alone", *more)
     full = ["policy.activation_checkpointing=full", f"run.dir={tmp_path / 'together'}"]
-    nothing = ["dpo.val_at_start=false", "dpo.val_at_end=false", "dpo.val_period=0", "policy.train_global_batch_size=4"]
-    run_together(2, [[*nothing, "policy.scheduler=null", *more, *full]], tmp_path)
+    run_together(2, [[*more, *full]], tmp_path)
     for this, that in zip(metrics_of(tmp_path / "together"), metrics_of(alone), strict=True):
         assert this["loss"] == pytest.approx(that["loss"], rel=1e-5)
+        assert this["grad_norm"] == pytest.approx(that["grad_norm"], rel=1e-4)
     one, two = stored_tensors(alone / "model"), stored_tensors(tmp_path / "together" / "model")
     assert max(float((one[name].float() - two[name].float()).abs().max()) for name in one) < 1e-5
     assert_exported(base, tmp_path / "together" / "model", dtype=torch.float32)
-
-
-@slow
-def test_compiled_layers_train_the_same_model(tmp_path):
-    base = multimodal_folder(tmp_path / "base", "gemma3")
-    more = settings(tmp_path, base)
-    plain, compiled = (
-        short_run(tmp_path / name, *more, f"policy.compile={name}", "policy.attention=sdpa")
-        for name in ("false", "true")
-    )
-    for this, that in zip(metrics_of(compiled), metrics_of(plain), strict=True):
-        assert this["loss"] == pytest.approx(that["loss"], rel=1e-4)
 
 
 @slow
@@ -193,7 +183,9 @@ def test_an_exported_checkpoint_is_a_start_model_and_a_reference_and_is_evaluate
     assert_exported(base, again / "model")
     assert metrics_of(again)[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
     pairs = f"{tmp_path}/few.jsonl"
-    assert evaluate(str(run), [pairs], reference=str(base)).loss != evaluate(str(run), [pairs], reference=str(run)).loss
+    measured = [evaluate(str(run), [pairs], reference=str(one)).total for one in (base, run)]
+    assert measured[0] is not None and measured[1] is not None
+    assert measured[0].rewards_margin != measured[1].rewards_margin
     # Prompts of different lengths are padded to one batch.
     prompts, sampling = ["Hi", "How far is the moon from here, and why?"], make_sampling(max_new_tokens=8)
     found = generate(str(run), prompts, sampling=sampling)

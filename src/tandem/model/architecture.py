@@ -38,6 +38,8 @@ NOT_RANDOM = {"phimoe": ("router_jitter_noise",)}
 TYPES_WITH_SINKS = ("gpt_oss",)
 # Model types with a table of positions that is neither an embedding nor a buffer.
 TYPES_WITH_HIDDEN_TABLE = ("ctrl", "mpt")
+# Classes of linear layers that return several tensors, which peft cannot adapt.
+ROUTERS = ("Llama4Router",)
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, RecurrentGemma, xLSTM
 # Types of multimodal checkpoints -> where their text model, without its head, is in the class that loads the checkpoint.

@@ -15,7 +15,7 @@ from tandem.config.sections.policy import ALL_LINEAR, Lora
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.data.store.pool import WorkerDied, WorkerStalled, run_in_process
 from tandem.errors import ConfigError, MachineError, one_line
-from tandem.model.architecture import is_multimodal
+from tandem.model.architecture import ROUTERS, is_multimodal
 from tandem.model.files.source import ModelSource, weights_fingerprint, weights_of
 from tandem.model.load import empty_model, load_policy
 from tandem.model.lora.files import TrainedAdapter, read_adapter
@@ -275,6 +275,7 @@ def _linear_layers(model: Any) -> tuple[dict[str, nn.Linear], str | None]:
     """Return two values: a dict from name to linear layer, which leaves out the head, and the name of the head."""
     head = model.get_output_embeddings()
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linear = {name: module for name, module in linear.items() if type(module).__name__ not in ROUTERS}
     head_name = next((name for name, module in model.named_modules() if module is head), None)
     return {name: module for name, module in linear.items() if module is not head}, head_name
 
