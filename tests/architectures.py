@@ -21,11 +21,12 @@ import torch
 from models import embedded_model
 from running import metrics_of, short_run
 from safetensors.torch import save_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from tandem.errors import TandemError
+from tandem.model.architecture import TEXT_MODELS
 from tandem.training.start import references
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
@@ -101,6 +102,8 @@ INDEXER = {
 NO_PER_LAYER_INPUT = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 LINEAR_AND_FULL = {"layer_types": ["linear_attention", "full_attention"] * 2}
 
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+
 # Further settings that a type needs, so that its parts fit together and every kind of layer occurs.
 CHANGES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": LINEAR_AND_FULL,
@@ -137,6 +140,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lfm3": {"layer_types": ["conv", "full_attention", "sliding_attention", "conv"]},
     "mamba2": {"num_heads": 8},
     "phimoe": {"sliding_window": None},  # refused in packs with a window, which only its mask implements
+    "qwen2_5_vl": {"text_config": {"rope_parameters": MROPE}},
+    "qwen2_vl": {"text_config": {"rope_parameters": MROPE}},
+    "qwen3_vl_moe": {"text_config": {"sliding_window": None}},  # its layers have no windows
     "qwen4_exp": {"text_config": INDEXER},
     "qwen4_exp_text": INDEXER,
     "reformer": {"is_decoder": True, "axial_pos_shape": [16, 32], "axial_pos_embds_dim": [8, 24]},
@@ -171,8 +177,10 @@ DECODERS = [
     "xmod",
 ]
 AS_DECODER = " with is_decoder"
-NOT_CAUSAL = ["mistral3", "qwen2_vl", "t5"]
-NAMES = sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(name + AS_DECODER for name in DECODERS), *NOT_CAUSAL])
+NOT_CAUSAL = ["paligemma", "t5"]
+NAMES = sorted(
+    {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(name + AS_DECODER for name in DECODERS), *TEXT_MODELS, *NOT_CAUSAL}
+)
 
 # Settings that add randomness in training mode. All are enabled, to test that they have no effect.
 RANDOM_SETTINGS = {"dropout": 0.1, "pdrop": 0.1, "layerdrop": 0.1, "jitter": 0.01}
@@ -184,6 +192,7 @@ EXACT = 1e-5
 
 # Part of the message with which a type is refused -> the reason in the table.
 REASONS = {
+    "is multimodal": "unknown multimodal type",
     "is not a causal language model in transformers": "not a causal model",
     "not a causal language model: a later token": "sees later tokens",
     "its recurrent layers": "recurrent layers",
@@ -258,7 +267,8 @@ def make_model(folder: Path, model_type: str) -> None:
     config = tiny_config(model_type)
     torch.manual_seed(0)
     try:
-        model = AutoModelForCausalLM.from_config(config)
+        auto = AutoModelForImageTextToText if model_type in TEXT_MODELS else AutoModelForCausalLM
+        model = auto.from_config(config)
     except Exception:
         save_file({"none": torch.zeros(1)}, folder / "model.safetensors")
     else:

@@ -22,6 +22,7 @@ from tandem.config.source.yaml_text import to_yaml
 from tandem.data.read.hub import is_hub_name
 from tandem.data.store.sets import PUBLISHED_SETS, Sets
 from tandem.exporting.licence import Licence, licence_of
+from tandem.model.architecture import is_multimodal
 from tandem.model.files.source import ModelSource
 from tandem.storage.cache import is_checkpoint, real_path
 from tandem.terminal.printable import escaped, scrubbed
@@ -140,7 +141,7 @@ def _front_matter(facts: CardFacts, tree: dict[str, Any], licence: Licence) -> s
     losses = [given] if isinstance(given, str) else sorted(given)
     matter: dict[str, Any] = {
         "library_name": "peft" if facts.is_adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "image-text-to-text" if is_multimodal(facts.source.config) else "text-generation",
         **({"base_model": base} if _is_hub_model(base) else {}),
         **({"base_model_relation": "adapter"} if facts.is_adapter and _is_hub_model(base) else {}),
         **({"datasets": hub_sets} if hub_sets else {}),
@@ -173,14 +174,24 @@ def _introduction(facts: CardFacts, tree: dict[str, Any], licence: Licence) -> s
 
 
 def _use(facts: CardFacts) -> str:
-    load = (
-        'from peft import AutoPeftModelForCausalLM\n\nmodel = AutoPeftModelForCausalLM.from_pretrained("FOLDER_OR_REPO")'
-        if facts.is_adapter
-        else "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("FOLDER_OR_REPO")\n'
-        'tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_REPO")'
-    )
-    return f"## Use\n\n```python\n{load}\n```\n"
+    multimodal = is_multimodal(facts.source.config)
+    auto = "AutoModelForImageTextToText" if multimodal else "AutoModelForCausalLM"
+    if facts.is_adapter and multimodal:
+        load = (
+            f"from peft import PeftModel\nfrom transformers import {auto}\n\n"
+            f'base = {auto}.from_pretrained("BASE_MODEL")\n'
+            'model = PeftModel.from_pretrained(base, "FOLDER_OR_REPO")'
+        )
+    elif facts.is_adapter:
+        load = 'from peft import AutoPeftModelForCausalLM\n\nmodel = AutoPeftModelForCausalLM.from_pretrained("FOLDER_OR_REPO")'
+    else:
+        load = (
+            f"from transformers import {auto}, AutoTokenizer\n\n"
+            f'model = {auto}.from_pretrained("FOLDER_OR_REPO")\n'
+            'tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_REPO")'
+        )
+    note = "\nOnly the text model was trained. All other weights are those of the base model.\n" if multimodal else ""
+    return f"## Use\n\n```python\n{load}\n```\n{note}"
 
 
 def _data(data: Sequence[DataSet]) -> str:

@@ -65,7 +65,7 @@ def write_export(
     if not form.is_adapter:
         export_model(
             policy,
-            source.config,
+            source,
             template,
             folder,
             ranks,

@@ -17,8 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from tandem.data.text.template import Template
 from tandem.exporting.gathering import gather_to_disk
+from tandem.exporting.other_parts import copy_other_parts, copy_processor, keep_dtypes, named_as_stored
 from tandem.failpoints import fail_point
+from tandem.model.architecture import is_multimodal
 from tandem.model.distributed.process_group import Ranks
+from tandem.model.files.source import ModelSource
 from tandem.model.lora.adapters import dequantise, merge_adapters
 from tandem.model.lora.files import write_adapter
 from tandem.model.lora.layers import ADAPTER, LoraPlan
@@ -64,7 +67,7 @@ def _round_with_bits(values: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor
 
 def export_model(
     policy: Policy,
-    config: Any,
+    source: ModelSource,
     template: Template,
     folder: Path,
     ranks: Ranks,
@@ -75,16 +78,17 @@ def export_model(
     measure: Callable[[Path], None],
     adapted: bool = False,
 ) -> None:
-    """Write the model and the tokenizer to `folder`, so that `AutoModelForCausalLM` and `AutoTokenizer` can load them.
+    """Write the model and the tokenizer to `folder`, so that transformers can load them with the start model's class.
 
     Every rank contributes its shard of the weights. The first rank writes all weights, in files of at most `max_shard_size`.
     All ranks then call `measure` with the temporary path of the export, before the export gets its final name.
-    `config`: the configuration of the start model. It keeps settings that training disables, such as dropout.
+    `source`: the start model. Its configuration keeps settings that training disables, such as dropout. If it is multimodal, the
+    parts that are not trained are copied from its files.
     `adapted`: whether the policy has adapters, which are added to the weights in float32 before rounding.
     """
     round_one = _rounding_function(dtype, rounding)
 
-    saved = _empty_model(policy, config, dtype)
+    saved = _empty_model(policy, source.config, dtype)
     is_gathered = ranks.count > 1 and all(parameter.is_floating_point() for parameter in policy.parameters())
 
     def gather(aside: Path) -> dict[str, Tensor]:
@@ -97,10 +101,7 @@ def export_model(
         return {name: round_one(name, tensors[name]) for name in sorted(tensors)}
 
     def write(aside: Path, state: dict[str, Tensor]) -> None:
-        # What was gathered on disk has its published names already.
-        saved.save_pretrained(
-            str(aside), state_dict=state, max_shard_size=max_shard_size, save_original_format=not is_gathered
-        )
+        _save(saved, source, state, aside, max_shard_size=max_shard_size, is_gathered=is_gathered)
         shutil.rmtree(aside / SCRATCH, ignore_errors=True)
         _save_tokenizer(template, aside)
 
@@ -191,6 +192,25 @@ def _empty_model(policy: Policy, config: Any, dtype: torch.dtype) -> Any:
         empty = policy.architecture.auto_class.from_config(config, dtype=dtype, attn_implementation="eager")
     empty.generation_config = policy.model.generation_config
     return empty
+
+
+def _save(
+    saved: Any, source: ModelSource, state: dict[str, Tensor], folder: Path, *, max_shard_size: str, is_gathered: bool
+) -> None:
+    """Write the weights of `saved`, with the other parts of a multimodal checkpoint.
+
+    `is_gathered`: whether the weights were gathered on disk, and so have their published names already.
+    """
+    if not is_multimodal(source.config):
+        saved.save_pretrained(
+            str(folder), state_dict=state, max_shard_size=max_shard_size, save_original_format=not is_gathered
+        )
+        return
+    keep_dtypes(saved.config, source)
+    named = named_as_stored(state, saved, source, is_published=is_gathered)
+    saved.save_pretrained(str(folder), state_dict=named, max_shard_size=max_shard_size, save_original_format=False)
+    copy_other_parts(folder, saved, source, max_shard_size)
+    copy_processor(folder, source)
 
 
 def _save_tokenizer(template: Template, folder: Path) -> None:

@@ -4,8 +4,9 @@
 find parts of a model that is loaded or built without weights. `check_packable` refuses models that would compute different
 results in packs.
 
-- To support a multimodal checkpoint with a text model inside: `auto_class` chooses the class that loads it, `trunk_of` returns
-  its text model, and `architecture_of` describes the configuration of the text model.
+- To support another type of multimodal checkpoints with a text model inside: add it to TEXT_MODELS. `auto_class` then returns the
+  class that loads and exports its text model, which `trunk_of` finds, and `architecture_of` describes the configuration of the
+  text model.
 - To support the recurrent layers of another type in packs: add it to recurrent/families.py, and replacements for the functions
   that its layers call to recurrent/layers.py. `check_packable` refuses all other recurrent layers (`Architecture.recurrent`).
 """
@@ -20,6 +21,7 @@ from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.errors import ConfigError
 from tandem.model.files.source import ModelSource
 from tandem.model.head import Head, HeadRule, LanguageModelHead
+from tandem.model.multimodal import text_model_class
 from tandem.model.recurrent.families import FAMILIES, FIRST_TRANSFORMERS, Scan
 
 # How a layer mixes tokens: attention to all earlier tokens; to those in a sliding window; a state carried along the row; both
@@ -36,8 +38,31 @@ NOT_RANDOM = {"phimoe": ("router_jitter_noise",)}
 TYPES_WITH_SINKS = ("gpt_oss",)
 # Model types with a table of positions that is neither an embedding nor a buffer.
 TYPES_WITH_HIDDEN_TABLE = ("ctrl", "mpt")
+# Classes of linear layers that return several tensors, which peft cannot adapt.
+ROUTERS = ("Llama4Router",)
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, RecurrentGemma, xLSTM
+# Types of multimodal checkpoints -> where their text model, without its head, is in the class that loads the checkpoint.
+TEXT_MODELS = {
+    "dots3_note": "model.language_model",
+    "fuyu": "model.language_model",
+    "gemma3": "model.language_model",
+    "gemma4": "model.language_model",
+    "gemma4_unified": "model.language_model",
+    "got_ocr2": "model.language_model",
+    "internvl": "model.language_model",
+    "llama4": "language_model.model",
+    "llava": "model.language_model",
+    "mistral3": "model.language_model",
+    "mllama": "model.language_model",
+    "qwen2_5_vl": "model.language_model",
+    "qwen2_vl": "model.language_model",
+    "qwen3_5": "model.language_model",
+    "qwen3_5_moe": "model.language_model",
+    "qwen3_vl": "model.language_model",
+    "qwen3_vl_moe": "model.language_model",
+    "qwen4_exp": "model.language_model",
+}
 REQUIRED_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 
@@ -46,7 +71,7 @@ class Architecture:
     """The properties of a model that training depends on, except its sizes."""
 
     model_type: str  # of the text model
-    auto_class: Any  # the auto class of transformers that builds, loads and exports the model
+    auto_class: Any  # the class that builds, loads and exports the model
     model_class: Any  # the class of the model, which auto_class chooses
     num_layers: int
     layers: tuple[Mixing, ...] | None  # None: the configuration does not list its layers
@@ -73,11 +98,24 @@ class Architecture:
         return "eager" if self.caps_scores or not self.model_class._supports_sdpa else "sdpa"
 
 
-def auto_class(config: Any) -> Any:
-    """Return the auto class of transformers that builds, loads and exports a model with this configuration."""
-    from transformers import AutoModelForCausalLM
+def is_multimodal(config: Any) -> bool:
+    """Whether a configuration is that of a multimodal checkpoint of which only the text model is loaded."""
+    return config.model_type in TEXT_MODELS
 
-    return AutoModelForCausalLM
+
+def auto_class(config: Any, *, complete: bool = False) -> Any:
+    """Return the class that builds (`from_config`) and loads (`from_pretrained`) a model with this configuration.
+
+    It is an auto class of transformers or, for a multimodal checkpoint, a class that builds only its text model. Raise KeyError
+    if transformers has no class for the checkpoint. `complete`: build all parts of a multimodal checkpoint.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    if not is_multimodal(config):
+        return AutoModelForCausalLM
+    if complete:
+        return AutoModelForImageTextToText
+    return text_model_class(AutoModelForImageTextToText._model_mapping[type(config)], TEXT_MODELS[config.model_type])
 
 
 def architecture_of(config: Any, model_class: Any = None) -> Architecture:
@@ -88,7 +126,8 @@ def architecture_of(config: Any, model_class: Any = None) -> Architecture:
     """
     text = config.get_text_config()
     auto = auto_class(config)
-    model_class = model_class or auto._model_mapping[type(config)]
+    if model_class is None:
+        model_class = auto if is_multimodal(config) else auto._model_mapping[type(config)]
     kinds = getattr(text, "layer_types", None) or []
     recurrent = tuple(sorted({kind for kind in kinds if _mixing(kind) in ("recurrent", "both")}))
     if not recurrent and getattr(model_class, "_is_stateful", False):
@@ -114,6 +153,7 @@ def architecture_of(config: Any, model_class: Any = None) -> Architecture:
 
 def check_architecture(source: ModelSource) -> Architecture:
     """Return the Architecture of a model. Raise ConfigError if transformers has no causal language model of the model's type."""
+    _refuse_unknown_multimodal(source)
     try:
         text = source.config.get_text_config()
         if any(getattr(text, name, None) is None for name in REQUIRED_SIZES):
@@ -124,6 +164,24 @@ def check_architecture(source: ModelSource) -> Architecture:
             f"{source.key} = {source.name}: model type {source.config.model_type!r} is not a causal language model in "
             "transformers. Choose a model that generates text."
         ) from None
+
+
+def _refuse_unknown_multimodal(source: ModelSource) -> None:
+    """Raise ConfigError for a multimodal checkpoint whose text model cannot be trained alone."""
+    from transformers import AutoModelForImageTextToText
+
+    config = source.config
+    if is_multimodal(config) and getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{source.key} = {source.name}: a multimodal checkpoint with quantised weights, whose text model cannot be exported "
+            "again with its other parts. Give the checkpoint that it was quantised from."
+        )
+    if not is_multimodal(config) and type(config) in AutoModelForImageTextToText._model_mapping:
+        raise ConfigError(
+            f"{source.key} = {source.name}: model type {config.model_type!r} is multimodal, and tandem does not know where its "
+            "text model is, to train it and export the rest unchanged. Save its text model as a causal language model and train "
+            f"that, or choose a checkpoint of one of these types: {', '.join(TEXT_MODELS)}."
+        )
 
 
 def _mixing(kind: str) -> Mixing:
@@ -149,6 +207,8 @@ def _random_settings(text: Any) -> dict[str, float]:
 
 def trunk_of(model: Any) -> Any:
     """Return the part of a causal language model below its head."""
+    if (path := TEXT_MODELS.get(model.config.model_type)) is not None:
+        return model.get_submodule(path)
     # In Llama 4's text model, `base_model_prefix` does not match the attribute's name.
     return model.base_model if model.base_model is not model else model.model
 

@@ -1,5 +1,6 @@
 """Checks the model of a ModelSource and loads its weights to a device, as a Policy."""
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -127,11 +128,15 @@ def _quantization_method(source: ModelSource) -> str:
     return str(given.get("quant_method") if isinstance(given, dict) else given.quant_method)
 
 
-def empty_model(source: ModelSource) -> Any:
-    """Return the model without weights (on the meta device), to inspect its layers."""
+def empty_model(source: ModelSource, *, complete: bool = False) -> Any:
+    """Return the model without weights (on the meta device), to inspect its layers.
+
+    `complete`: with the parts of a multimodal checkpoint that are not trained.
+    """
     try:
         with torch.device("meta"), within_limits(source):
-            return auto_class(source.config).from_config(source.config, attn_implementation="eager")
+            config = copy.deepcopy(source.config)  # from_config changes its dtype, which exports use
+            return auto_class(config, complete=complete).from_config(config, attn_implementation="eager")
     except ConfigError:
         raise
     except Exception as error:

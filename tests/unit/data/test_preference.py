@@ -156,6 +156,11 @@ BAD_PAIRS = {
         "not a text part",
         "prompt[0].content[0]: only parts of type text can be trained on.",
     ),
+    "image as url": (
+        {"prompt": [said("user", [{"type": "text", "text": "Hi"}, {"type": "image_url", "image_url": {"url": "x"}}])]},
+        "not a text part",
+        "prompt[0].content[1]: only parts of type text can be trained on.",
+    ),
     "part without a text": (
         {"prompt": [said("user", [{"type": "text"}])]},
         "not a text part",

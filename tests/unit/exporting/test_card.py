@@ -1,10 +1,12 @@
 """The model card: what it shows, and what it never shows."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 from models import MODEL
+from transformers import AutoConfig
 
 from tandem.config.load import load_config
 from tandem.exporting.card import CardFacts, DataSet, model_card, recorded_sets, shown_model
@@ -112,7 +114,7 @@ def test_names_cannot_break_out_of_the_table():
 def test_the_licence_of_the_base_model_is_that_of_its_folder(tmp_path):
     (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     given = facts()
-    source = type(given.source)(name="x", folder=tmp_path, config=None)
+    source = type(given.source)(name="x", folder=tmp_path, config=given.source.config)
     card = model_card(facts(source=source))
     assert front_matter(card)["license"] == "apache-2.0"
     assert "| licence of the base model | apache-2.0 |" in card
@@ -134,5 +136,16 @@ def test_a_model_is_shown_by_its_name(name, shown):
 def test_a_model_in_the_hubs_cache_shows_its_commit(tmp_path):
     given = facts()
     folder = tmp_path / "models--org--base/snapshots/0a1b"
-    source = type(given.source)(name="org/base", folder=Path(folder), config=None)
+    source = type(given.source)(name="org/base", folder=Path(folder), config=given.source.config)
     assert "| revision | 0a1b |" in model_card(facts(source=source, model="org/base"))
+
+
+def test_the_card_of_a_multimodal_checkpoint_loads_all_of_it():
+    source = replace(facts().source, config=AutoConfig.for_model("gemma3"))
+    card = model_card(facts(source=source))
+    assert front_matter(card)["pipeline_tag"] == "image-text-to-text"
+    assert 'model = AutoModelForImageTextToText.from_pretrained("FOLDER_OR_REPO")\n' in card
+    assert "Only the text model was trained. All other weights are those of the base model." in card
+    adapter = model_card(facts(source=source, is_adapter=True))
+    assert 'base = AutoModelForImageTextToText.from_pretrained("BASE_MODEL")\n' in adapter
+    assert 'model = PeftModel.from_pretrained(base, "FOLDER_OR_REPO")\n' in adapter

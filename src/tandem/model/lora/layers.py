@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tandem.config.sections.policy import ALL_LINEAR, Lora
 from tandem.data.store.pool import WorkerDied, WorkerStalled, run_in_process
 from tandem.errors import ConfigError, MachineError, one_line
+from tandem.model.architecture import ROUTERS, is_multimodal
 from tandem.model.files.source import ModelSource, weights_fingerprint, weights_of
 from tandem.model.load import empty_model
 from tandem.model.lora.files import TrainedAdapter, read_adapter
@@ -105,6 +106,8 @@ def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: 
         )
     model = empty_model(source)
     start = None if lora.adapter is None else read_adapter(lora.adapter)
+    # peft loads an exported adapter on the complete model, whose other parts may have layers of the same names.
+    modules = empty_model(source, complete=True) if is_multimodal(source.config) else model
     targets = _targets(model, source, lora) if start is None else _adapter_targets(start, model, source, lora)
     # A frozen weight is never updated, so with bfloat16 computation the published dtype loses nothing. But float16 cannot be
     # multiplied with bfloat16.
@@ -116,7 +119,7 @@ def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: 
         dropout=lora.dropout,
         rslora=start is not None and start.rslora,
         targets=tuple(targets),
-        names=_short_names(targets, [name for name, _ in model.named_modules()]),
+        names=_short_names(targets, [name for name, _ in modules.named_modules()]),
         start=start,
         dtype=dtype,
         precision=precision,
@@ -225,6 +228,7 @@ def _linear_layers(model: Any) -> tuple[dict[str, nn.Linear], str | None]:
     """Return two values: a dict from name to linear layer, which leaves out the head, and the name of the head."""
     head = model.get_output_embeddings()
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linear = {name: module for name, module in linear.items() if type(module).__name__ not in ROUTERS}
     head_name = next((name for name, module in model.named_modules() if module is head), None)
     return {name: module for name, module in linear.items() if module is not head}, head_name
 
