@@ -49,6 +49,7 @@ CASES = {
     "compiled": (2, ["policy.compile=true"], 5e-3, 5e-3),
     "compiled context": (2, ["policy.compile=true", CONTEXT_2], 5e-3, 5e-3),
     "low precision": (2, LOW_PRECISION, 0.02, 0.02),
+    "states in host memory": (2, [*EXACT, "policy.optimizer.offload=true"], 1e-4, 2e-4),
     "adapters and context": (2, [*EXACT, "policy.lora.enabled=true", CONTEXT_2], 1e-4, 2e-4),
     "four completions": (2, [*EXACT, "data.pairing=all", "data.train.data_path=fours.jsonl"], 1e-4, 2e-4),
     "one pair at a time": (2, [*EXACT, "policy.train_global_batch_size=1"], 1e-4, 2e-4),

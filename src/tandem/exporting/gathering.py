@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.distributed.sharded_load import plain_name
+from tandem.model.distributed.shards import whole_on_host
 from tandem.model.lora.adapters import merge_adapter
 from tandem.model.lora.layers import lora_layers
 from tandem.model.policy import Policy
@@ -36,10 +36,11 @@ def gather_to_disk(
     for group in _groups(published, list(by_plain_name)):
         full: dict[str, Tensor] = {}
         for plain in group:
-            weight = _whole(tensors[by_plain_name[plain]], ranks)
+            weight = whole_on_host(tensors[by_plain_name[plain]], keeps=ranks.is_first)
             if plain in layers:
                 name, layer = layers[plain]
-                own = {one: _whole(tensors[one], ranks) for one in tensors if one.startswith(f"{name}.lora_")}
+                of_layer = {one: tensor for one, tensor in tensors.items() if one.startswith(f"{name}.lora_")}
+                own = {one: whole_on_host(tensor, keeps=ranks.is_first) for one, tensor in of_layer.items()}
                 weight = merge_adapter(name, layer, weight, own) if ranks.is_first else weight
             full[plain] = round_one(plain, weight) if ranks.is_first else weight
             del weight
@@ -76,13 +77,6 @@ def _arranged(published: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     ignored = published._keys_to_ignore_on_save or ()
     given = {name: tensors.pop(name) for name in list(tensors) if name not in ignored}
     return revert_weight_conversion(published, given)
-
-
-def _whole(tensor: Any, ranks: Ranks) -> Tensor:
-    """Gather a tensor. The first rank gets it in host memory; the others gather it, but do not copy it there."""
-    tensor = tensor.detach()
-    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.cpu() if ranks.is_first else torch.empty(0)
 
 
 def _write_and_map(file: Path, tensor: Tensor) -> Tensor:

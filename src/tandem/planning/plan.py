@@ -65,7 +65,7 @@ def _disk_need(inputs: Inputs, found: Outline, size: ModelSize, *, is_here: bool
     """`is_here`: whether the run is planned for this machine, so that its free space is of interest."""
     config, lora, parts = inputs.config, found.machine.lora, found.need.parts
     trained = lora.num_trained * 4 if lora is not None else parts.weights
-    checkpoint = trained + (parts.states if config.checkpointing.save_optimizer else 0)
+    checkpoint = trained + (parts.all_states if config.checkpointing.save_optimizer else 0)
     num_saved = math.ceil(found.plan.num_steps / found.plan.save_period)
     # The latest one is kept next to the best ones, and one is removed only after the next one is written.
     num = min(num_saved, config.checkpointing.keep_top_k + 2) if config.checkpointing.enabled else 0

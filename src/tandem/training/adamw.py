@@ -4,18 +4,19 @@ Rounding to nearest loses small updates: at the learning rates of preference tra
 slow moving average does not change at all. Stochastic rounding preserves the updates on average. Each step uses new random bits.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.adamw import adamw
 
+from tandem.model.distributed.shards import local_shard
 from tandem.model.precision.rounding import first_index, hash_int32, to_bfloat16
+from tandem.training.offload import HostStates, Piece
 
 StateDtype = Literal["float32", "bfloat16", "int8"]
 
@@ -50,24 +51,36 @@ class LocalAdamW(AdamW):
     grad_scale: Tensor
     found_inf: Tensor
 
-    def __init__(self, parameters: Iterable[nn.Parameter], **kwargs: Any):
+    def __init__(self, parameters: Iterable[nn.Parameter], *, offload: bool = False, **kwargs: Any):
+        """`offload`: keep the moments in host memory."""
         super().__init__(parameters, fused=True, **kwargs)
-        for parameter in self.param_groups[0]["params"]:
-            moments = {name: torch.zeros_like(parameter) for name in MOMENTS}
+        given: list[nn.Parameter] = self.param_groups[0]["params"]
+        self.host_states = HostStates({p: _moments(_shape_of(p), "float32") for p in given}) if offload else None
+        for parameter in given:
+            moments: Any = self.host_states.parts(parameter) if self.host_states else _moments(parameter, "float32")
             self.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        given = [parameter for parameter in self.param_groups[0]["params"] if parameter.grad is not None]
+        steps = {parameter: self.state[parameter]["step"] for parameter in given}
+        if self.host_states is None:
+            self._apply([_on_device(one, self.state[one]) for one in given], list(steps.values()))
+            return
+        for pieces in self.host_states.buckets(given):
+            # A parameter of several pieces is counted once.
+            self._apply(pieces, [steps[piece.parameter].clone() for piece in pieces])
+        torch._foreach_add_(list(steps.values()), 1 - self.found_inf)
+
+    def _apply(self, pieces: list[Piece], steps: list[Tensor]) -> None:
         (group,) = self.param_groups
-        given = [parameter for parameter in group["params"] if parameter.grad is not None]
-        states = [self.state[parameter] for parameter in given]
         beta1, beta2 = group["betas"]
         adamw(
-            [local_shard(parameter) for parameter in given],
-            [local_shard(parameter.grad) for parameter in given],
-            *([local_shard(state[name]) for state in states] for name in MOMENTS),
+            [piece.weight for piece in pieces],
+            [piece.grad for piece in pieces],
+            *([piece.states[name] for piece in pieces] for name in MOMENTS),
             max_exp_avg_sqs=[],
-            state_steps=[state["step"] for state in states],
+            state_steps=steps,
             fused=True,
             grad_scale=self.grad_scale,
             found_inf=self.found_inf,
@@ -91,14 +104,18 @@ class RoundedAdamW(Optimizer):
     grad_scale: Tensor
     found_inf: Tensor
 
-    def __init__(self, parameters: Iterable[nn.Parameter], rule: Rule, *, lr: float, seed: int):
+    def __init__(self, parameters: Iterable[nn.Parameter], rule: Rule, *, lr: float, seed: int, offload: bool = False):
+        """`offload`: keep the moments in host memory."""
         super().__init__(parameters, {"lr": lr})
         self.rule = rule
         given: list[nn.Parameter] = self.param_groups[0]["params"]
         # One step count for all parameters: an update is applied or skipped for all of them.
         count = torch.zeros((), device=given[0].device)
+        kept = self.rule.state_dtype
+        self.host_states = HostStates({p: _moments(_shape_of(p), kept) for p in given}) if offload else None
         for parameter in given:
-            self.state[parameter] = {"step": count, **_moments(parameter, self.rule.state_dtype)}
+            moments: Any = self.host_states.parts(parameter) if self.host_states else _moments(parameter, kept)
+            self.state[parameter] = {"step": count, **moments}
         # The random bits of each parameter are derived from these numbers.
         places = [[first_index(p), seed * 1_000_003 + number] for number, p in enumerate(given)]
         self._firsts, self._salts = torch.tensor(places).to(torch.int32).to(count.device).unbind(1)
@@ -110,24 +127,46 @@ class RoundedAdamW(Optimizer):
         count.add_(1 - self.found_inf)
         scalars = _scalars(group["lr"], count, self.grad_scale, skipped=self.found_inf, rule=self.rule)
         starts = self._firsts + hash_int32(self._salts + hash_int32(count.to(torch.int32)))
-        for parameter, start in zip(group["params"], starts, strict=True):
-            if parameter.grad is not None and local_shard(parameter).numel():
-                self._update(parameter, scalars, start)
+        start_of = dict(zip(group["params"], starts, strict=True))
+        for piece in self._pieces([parameter for parameter in group["params"] if parameter.grad is not None]):
+            if piece.weight.numel():
+                self._update(piece, scalars, start_of[piece.parameter] + _as_int32(piece.first))
 
-    def _update(self, parameter: nn.Parameter, scalars: Tensor, start: Tensor) -> None:
-        # Detached, because a compiled update refuses a parameter whose gradient has another dtype.
-        weight, grad = local_shard(parameter.detach()), local_shard(parameter.grad)
-        moments = [local_shard(self.state[parameter][name]) for name in MOMENTS]
-        scales = [local_shard(self.state[parameter][name]) for name in SCALES if name in self.state[parameter]]
-        block = weight.numel() // scales[0].numel() if scales else 1
+    def _pieces(self, given: list[nn.Parameter]) -> Iterator[Piece]:
+        if self.host_states is None:
+            yield from (_on_device(parameter, self.state[parameter]) for parameter in given)
+            return
+        for pieces in self.host_states.buckets(given):
+            yield from pieces
+
+    def _update(self, piece: Piece, scalars: Tensor, start: Tensor) -> None:
+        moments = [piece.states[name] for name in MOMENTS]
+        scales = [piece.states[name] for name in SCALES if name in piece.states]
+        block = piece.weight.numel() // scales[0].numel() if scales else 1
         # One row per scale, or flat if there are no scales.
         shape = (-1, block) if scales else (-1,)
-        rows = [tensor.reshape(shape) for tensor in (weight, grad, *moments)]
-        update: Any = _compiled() if weight.is_cuda else _update
+        rows = [tensor.reshape(shape) for tensor in (piece.weight, piece.grad, *moments)]
+        update: Any = _compiled() if piece.weight.is_cuda else _update
         update(*rows, [scale.reshape(-1, 1) for scale in scales], scalars, start, self.rule.stochastic)
 
 
-def _moments(parameter: nn.Parameter, dtype: StateDtype) -> dict[str, Tensor]:
+def _on_device(parameter: nn.Parameter, state: dict[str, Any]) -> Piece:
+    """Return this rank's shard of a parameter with its states, which are on the device."""
+    # Detached, because a compiled update refuses a parameter whose gradient has another dtype.
+    weight, grad = local_shard(parameter.detach()), local_shard(parameter.grad)
+    return Piece(parameter, weight, grad, {name: local_shard(one) for name, one in state.items()}, first=0)
+
+
+def _shape_of(parameter: nn.Parameter) -> Tensor:
+    """Return a tensor without numbers that is like this rank's shard of a parameter."""
+    return torch.empty_like(local_shard(parameter.detach()), device="meta")
+
+
+def _as_int32(number: int) -> int:
+    return (number + 2**31) % 2**32 - 2**31
+
+
+def _moments(parameter: Tensor, dtype: StateDtype) -> dict[str, Tensor]:
     """Return zeros for both moments, sharded like the parameter.
 
     With dtype int8, vectors are still stored in float32: they are small.
@@ -261,8 +300,3 @@ def _encode(value: Tensor, code: tuple[int, int], bits: Tensor) -> tuple[Tensor,
     low, high = (below / levels) ** power, ((below + 1) / levels) ** power
     up = (bits & 0xFFFF).float() / 0x10000 < (part - low) / (high - low)
     return (below + up.float()) * value.sign(), top
-
-
-def local_shard(tensor: Any) -> Tensor:
-    """Return this rank's shard of a DTensor. Any other tensor is returned unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -13,6 +13,7 @@ from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.errors import MachineError, OutOfMemoryError
 from tandem.model.architecture import architecture_of
 from tandem.model.distributed.mesh import SINGLE_RANK_MESH, MeshShape
+from tandem.model.distributed.shards import local_shard
 from tandem.model.files.source import ModelSource
 from tandem.model.load import attention_kind, empty_model
 from tandem.model.lora.layers import LoraPlan
@@ -21,7 +22,8 @@ from tandem.model.recurrent.outlook import bytes_per_token
 from tandem.packing.batches import GlobalBatch
 from tandem.packing.packer import BLOCK, DATASET_PACK, Packer, in_blocks, prepared_lengths, tokens_of_pairs
 from tandem.storage.cache import GIB
-from tandem.training.adamw import local_shard, state_bytes
+from tandem.training.adamw import state_bytes
+from tandem.training.offload import bytes_on_device
 
 CPU_ROW_TOKENS = 1024  # for the tiny model 10 % faster than 512; 2,048 is another 5 % faster and needs twice the memory
 ROW_LENGTHS = (65536, 32768, 16384, 8192, 4096, 2048)
@@ -58,8 +60,9 @@ class FixedMemory:
 
     weights: float
     gradients: float
-    states: float  # of the optimizer
+    states: float  # of the optimizer, on the device
     copy: float  # the bfloat16 copy of float32 weights, for computation
+    all_states: float  # with policy.optimizer.offload, those in host memory
 
     @property
     def total(self) -> float:
@@ -280,8 +283,9 @@ def _fixed_memory(
     return FixedMemory(
         weights=(frozen / mesh.weight_shards if is_sharded else frozen) + per_rank * weight,
         gradients=per_rank * gradient,
-        states=per_rank * states,
+        states=bytes_on_device(per_rank * states, offload=policy.optimizer.offload),
         copy=per_rank * copy,
+        all_states=per_rank * states,
     )
 
 
@@ -334,15 +338,18 @@ class Forecast:
         )
 
 
-def forecast(policy: Policy, peak: int, length: int, *, state_bytes: float) -> Forecast:
+def forecast(policy: Policy, peak: int, length: int, *, state_bytes: float, offload: bool = False) -> Forecast:
     """Forecast the memory of a step. `peak`: the peak memory of a forward and backward pass with gradients already allocated.
 
     Optimizer states are not part of the peak and are added here. `state_bytes`: bytes of optimizer state per trained parameter.
+    `offload`: whether they are in host memory, and only a few buckets on the device.
     """
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     weights = sum(_bytes(parameter) for parameter in policy.parameters())
     gradients = sum(torch.float32.itemsize * local_shard(parameter).numel() for parameter in trained)
-    states = int(sum(state_bytes * local_shard(parameter).numel() for parameter in trained))
+    states = int(
+        bytes_on_device(sum(state_bytes * local_shard(parameter).numel() for parameter in trained), offload=offload)
+    )
     return Forecast(
         weights=weights,
         gradients=gradients,

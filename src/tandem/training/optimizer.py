@@ -32,11 +32,16 @@ def make_optimizer(
     The optimizer clips gradients and skips non-finite steps without waiting for the device.
     `seed`: the seed of the random bits for stochastic rounding.
     """
-    kwargs = policy.optimizer.kwargs
+    kwargs, offload = policy.optimizer.kwargs, policy.optimizer.offload
     beta1, beta2 = kwargs.betas
     if policy.weights == "float32" and policy.optimizer.state_dtype == "float32":
         return LocalAdamW(
-            parameters, lr=kwargs.lr, betas=(beta1, beta2), eps=kwargs.eps, weight_decay=kwargs.weight_decay
+            parameters,
+            lr=kwargs.lr,
+            betas=(beta1, beta2),
+            eps=kwargs.eps,
+            weight_decay=kwargs.weight_decay,
+            offload=offload,
         )
     rule = Rule(
         beta1=beta1,
@@ -46,7 +51,7 @@ def make_optimizer(
         stochastic=policy.weights != "bfloat16_nearest",
         state_dtype=policy.optimizer.state_dtype,
     )
-    return RoundedAdamW(parameters, rule, lr=kwargs.lr, seed=seed)
+    return RoundedAdamW(parameters, rule, lr=kwargs.lr, seed=seed, offload=offload)
 
 
 def make_scheduler(optimizer: Optimizer, policy: PolicyConfig, num_steps: int) -> Any:

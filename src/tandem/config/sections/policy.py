@@ -56,6 +56,10 @@ class Optimizer(Section):
         default="float32",
         description="data type of the two moments: 8, 4 or 2 bytes per parameter; bfloat16 and int8 are rounded stochastically",
     )
+    offload: bool = Field(
+        default=False,
+        description="keep the two moments in host memory, and copy them through the GPU in every update; the result is the same",
+    )
 
 
 LONGEST_PACK = 2**24

@@ -106,7 +106,7 @@ class Saver:
         return {
             name: part_of(tensor)
             for name, tensor in tensors.items()
-            if is_first or (saves_shards and isinstance(tensor, DTensor)) or name.startswith(RANDOM)
+            if is_first or (saves_shards and isinstance(tensor, DTensor | Part)) or name.startswith(RANDOM)
         }
 
     def _write(self, snapshot: Snapshot, ranked: bool) -> int:

@@ -2,6 +2,7 @@
 
 import mmap
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,7 +40,9 @@ class HostCopier:
     and the memory is reused for every copy. A copy must be written to disk before the next copy starts.
     """
 
-    def __init__(self, device: torch.device, optimizer: Optimizer):
+    def __init__(self, device: torch.device, optimizer: Optimizer, arrived: Callable[[], None] = lambda: None):
+        """`arrived`: waits until tensors that are in host memory already have their values."""
+        self._arrived = arrived
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._arrival: torch.cuda.Event | None = None
         self._memory: Future[PinnedMemory] | None = None
@@ -58,6 +61,7 @@ class HostCopier:
             self.reserve(parts)
         assert self._memory is not None
         places = self._memory.result().places
+        self._arrived()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             torch._foreach_copy_(

@@ -52,6 +52,9 @@ class Part:
 
 
 def part_of(tensor: Any) -> Part:
+    """Return what this rank holds of a tensor. A part that is given is returned as it is."""
+    if isinstance(tensor, Part):
+        return tensor
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return Part(tensor)

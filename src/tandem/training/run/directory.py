@@ -54,6 +54,7 @@ MAY_CHANGE = (
     "policy.attention",
     "policy.compile",
     "policy.head_chunk_tokens",
+    "policy.optimizer.offload",
     "policy.packing.packs_per_micro_batch",
     "policy.parallel.",
     "reference.mode",

@@ -248,7 +248,8 @@ def _load(setup: Setup, run: Path, ranks: Ranks, reporter: Reporter, check: Call
 def _saver(
     setup: Setup, run: Path, ranks: Ranks, optimizer: Any, ranking: Ranking, stopping: Stopping, callbacks: Callbacks
 ) -> Saver:
-    copier, took = HostCopier(ranks.device, optimizer), partial(stopping.took, "save")
+    arrived = optimizer.host_states.arrived if optimizer.host_states else lambda: None
+    copier, took = HostCopier(ranks.device, optimizer, arrived), partial(stopping.took, "save")
     keep = setup.config.checkpointing.keep_top_k
     return Saver(setup.checkpoint_dir(run), keep, ranks, copier, ranking=ranking, took=took, saved=callbacks.saved)
 
@@ -369,14 +370,13 @@ def _forecast_memory(setup: Setup, policy: Policy, reporter: Reporter) -> Foreca
     bins = packer.bins(first.preferences, first.bounds)
     length = packer.longest_row(bins)  # before the last rounds are packed again into shorter rows
     longest = join([packer.row(bin.tolist(), length) for bin in list(bins)[: packer.packs_per_micro_batch]])
-    kept = setup.config.policy.optimizer.state_dtype
+    kept = setup.config.policy.optimizer
     torch.cuda.reset_peak_memory_stats()
     with policy.computing():
         for _ in range(2):
             policy(policy.inputs(longest, setup.device)).sum().backward()
-    expected = forecast(
-        policy, torch.cuda.max_memory_allocated(), longest.token_ids.shape[1], state_bytes=state_bytes(kept)
-    )
+    states: Any = {"state_bytes": state_bytes(kept.state_dtype), "offload": kept.offload}
+    expected = forecast(policy, torch.cuda.max_memory_allocated(), longest.token_ids.shape[1], **states)
     policy.zero_grad()
     torch.cuda.reset_peak_memory_stats()
     reporter.say(f"Memory: {expected}")

@@ -43,6 +43,7 @@ def check_machine(
     check_varlen(source, config.policy, precision, device)
     _check_context(source, mesh.context)
     _check_weights(config, precision)
+    _check_offload(config, device)
     lora = plan_lora(source, config.policy.lora, device, precision)
     compiles = _compiles(config, device, precision, source)
     return Machine(device=device, precision=precision, lora=lora, compiles=compiles, mesh=mesh)
@@ -79,6 +80,14 @@ def _check_weights(config: Config, precision: str) -> None:
         raise (MachineError if config.policy.precision == "auto" else ConfigError)(
             f"policy.weights = {weights}: bfloat16 weights need bfloat16 computation, not {precision}. Set "
             "policy.precision=bfloat16, or leave policy.weights out."
+        )
+
+
+def _check_offload(config: Config, device: torch.device) -> None:
+    if config.policy.optimizer.offload and device.type != "cuda":
+        raise MachineError(
+            "policy.optimizer.offload = true: optimizer states leave the memory of a CUDA device, and this machine has none, so "
+            "they are in host memory already. Leave it out."
         )
 
 
