@@ -57,7 +57,7 @@ class HostStates:
         self._states = {p: {name: places[names[p, name]] for name in states[p]} for p in states}
         self._buckets = _in_buckets(self._states)
         self._slot_bytes = max((sum(map(self._bytes, bucket)) for bucket in self._buckets), default=0)
-        self._update: Any = None  # an event on the device
+        self._update: Any = None  # an event, after the latest update
 
     def parts(self, parameter: nn.Parameter) -> dict[str, Part]:
         """Return the states of a parameter as checkpoints store them."""
@@ -81,7 +81,7 @@ class HostStates:
         slots = [torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device) for _ in range(count)]
         if arrivals is not None:
             arrivals.wait_stream(torch.cuda.current_stream())
-        left: list[Any] = [None] * len(slots)  # the event after which a slot is free
+        left: list[Any] = [None] * len(slots)
         for number, bucket in enumerate(buckets):
             slot = number % len(slots)
             if arrivals is not None and (event := left[slot]) is not None:
