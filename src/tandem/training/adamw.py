@@ -4,7 +4,7 @@ Rounding to nearest loses small updates: at the learning rates of preference tra
 slow moving average does not change at all. Stochastic rounding preserves the updates on average. Each step uses new random bits.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -50,9 +50,12 @@ class LocalAdamW(AdamW):
     grad_scale: Tensor
     found_inf: Tensor
 
-    def __init__(self, parameters: Iterable[nn.Parameter], **kwargs: Any):
+    def __init__(self, parameters: Iterable[nn.Parameter], *, ratios: Sequence[float] | None = None, **kwargs: Any):
+        """`ratios`: for each parameter, its learning rate as a multiple of the rate of the group; None: 1."""
         super().__init__(parameters, fused=True, **kwargs)
-        for parameter in self.param_groups[0]["params"]:
+        given: list[nn.Parameter] = self.param_groups[0]["params"]
+        self._ratios = dict(zip(given, ratios or [1.0] * len(given), strict=True))
+        for parameter in given:
             moments = {name: torch.zeros_like(parameter) for name in MOMENTS}
             self.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
@@ -60,6 +63,12 @@ class LocalAdamW(AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         (group,) = self.param_groups
         given = [parameter for parameter in group["params"] if parameter.grad is not None]
+        for ratio in dict.fromkeys(self._ratios.values()):
+            self._update([one for one in given if self._ratios[one] == ratio], group, lr=ratio * group["lr"])
+
+    def _update(self, given: list[nn.Parameter], group: dict[str, Any], lr: float) -> None:
+        if not given:
+            return
         states = [self.state[parameter] for parameter in given]
         beta1, beta2 = group["betas"]
         adamw(
@@ -75,7 +84,7 @@ class LocalAdamW(AdamW):
             maximize=False,
             beta1=beta1,
             beta2=beta2,
-            lr=group["lr"],
+            lr=lr,
             weight_decay=group["weight_decay"],
             eps=group["eps"],
         )
@@ -91,10 +100,20 @@ class RoundedAdamW(Optimizer):
     grad_scale: Tensor
     found_inf: Tensor
 
-    def __init__(self, parameters: Iterable[nn.Parameter], rule: Rule, *, lr: float, seed: int):
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        rule: Rule,
+        *,
+        lr: float,
+        seed: int,
+        ratios: Sequence[float] | None = None,
+    ):
+        """`ratios`: for each parameter, its learning rate as a multiple of the rate of the group; None: 1."""
         super().__init__(parameters, {"lr": lr})
         self.rule = rule
         given: list[nn.Parameter] = self.param_groups[0]["params"]
+        self._ratios = list(ratios or [1.0] * len(given))
         # One step count for all parameters: an update is applied or skipped for all of them.
         count = torch.zeros((), device=given[0].device)
         for parameter in given:
@@ -108,11 +127,14 @@ class RoundedAdamW(Optimizer):
         (group,) = self.param_groups
         count = self.state[group["params"][0]]["step"]
         count.add_(1 - self.found_inf)
-        scalars = _scalars(group["lr"], count, self.grad_scale, skipped=self.found_inf, rule=self.rule)
+        scalars = {
+            ratio: _scalars(ratio * group["lr"], count, self.grad_scale, skipped=self.found_inf, rule=self.rule)
+            for ratio in dict.fromkeys(self._ratios)
+        }
         starts = self._firsts + hash_int32(self._salts + hash_int32(count.to(torch.int32)))
-        for parameter, start in zip(group["params"], starts, strict=True):
+        for parameter, start, ratio in zip(group["params"], starts, self._ratios, strict=True):
             if parameter.grad is not None and local_shard(parameter).numel():
-                self._update(parameter, scalars, start)
+                self._update(parameter, scalars[ratio], start)
 
     def _update(self, parameter: nn.Parameter, scalars: Tensor, start: Tensor) -> None:
         # Detached, because a compiled update refuses a parameter whose gradient has another dtype.

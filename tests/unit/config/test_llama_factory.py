@@ -179,6 +179,13 @@ def test_defaults_are_those_of_llama_factory():
             {"dpo.val_period": 1.0, "dpo.val_at_start": False, "dpo.val_at_end": True},
         ),
         ({"lora_target": "all"}, "lora_target", {"policy.lora.target_modules": "all-linear"}),
+        (
+            {"additional_target": "lm_head, embed_tokens"},
+            "additional_target",
+            {"policy.lora.modules_to_save": ["lm_head", "embed_tokens"]},
+        ),
+        ({"use_rslora": True}, "use_rslora", {"policy.lora.use_rslora": True}),
+        ({"loraplus_lr_ratio": 16}, "loraplus_lr_ratio", {"policy.lora.loraplus_lr_ratio": 16}),
         ({"lora_alpha": 5}, "lora_alpha", {"policy.lora.alpha": 5}),
         ({"quantization_bit": 4}, "quantization_bit", {"policy.lora.quantization": "nf4"}),
         ({"quantization_bit": 8}, "quantization_bit", {"policy.lora.quantization": "int8"}),

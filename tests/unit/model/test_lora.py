@@ -219,6 +219,9 @@ def test_settings_that_contradict_the_adapter_are_refused(source, adapter):
     assert refusal(source, adapter=str(adapter), alpha=4.5) == (
         f"{key}: its alpha is 8, but policy.lora.alpha = 4.5. Leave out policy.lora.alpha."
     )
+    assert refusal(source, adapter=str(adapter), use_rslora=True) == (
+        f"{key}: its scale is alpha / dim, but policy.lora.use_rslora = true. Leave out policy.lora.use_rslora."
+    )
     assert refusal(source, adapter=str(adapter), target_modules=["q_proj"]) == (
         f"{key}: its layers differ from those selected by policy.lora.target_modules, for example in "
         "model.layers.0.mlp.down_proj. Leave out target_modules and exclude_modules."
@@ -282,8 +285,8 @@ def test_an_adapter_made_for_a_different_model_is_refused(adapter):
             'rank_pattern = {"q_proj": 8}: only plain LoRA adapters are supported.',
         ),
         (
-            {"modules_to_save": ["lm_head"]},
-            'modules_to_save = ["lm_head"]: only plain LoRA adapters are supported.',
+            {"modules_to_save": "lm_head"},
+            "modules_to_save in its adapter_config.json is not a list of names. Save it again with peft.",
         ),
         (
             {"init_lora_weights": "pissa"},
