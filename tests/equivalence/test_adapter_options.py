@@ -169,6 +169,7 @@ def test_tied_embeddings_are_trained_once_and_exported_under_both_names(data, tm
     assert_same_logps(load_adapted(setup.source, setup.config.policy, CPU, setup.lora).model, by_peft, setup)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(data, tmp_path):
     settings = [*data, *OPTIONS, TIED, "checkpointing.save_period=2", "policy.optimizer.state_dtype=int8"]
     whole = short_run(tmp_path / "whole", *settings)

@@ -73,6 +73,10 @@ def cases(folder):
             ),
         ],
         "experts": [f"policy.model_name={folder}/experts", "policy.train_global_batch_size=1", "dpo.val_at_end=false"],
+        "balanced experts": [
+            *(f"policy.model_name={folder}/experts", "dpo.router_aux_loss_coef=0.5", few_pairs(folder)),
+            *("policy.train_global_batch_size=3", "policy.packing.pack_length=256", "dpo.val_at_end=false"),
+        ],
         # of one preference in a batch, one rank has only filler, and its recurrent layers get gradients of zero
         "recurrent layers": [
             *(f"policy.model_name={folder}/hybrid", "policy.train_global_batch_size=1"),
@@ -124,6 +128,7 @@ def assert_alike(several, one):
         "adapters",
         "adapters and embeddings",
         "experts",
+        "balanced experts",
         "recurrent layers",
     ],
 )

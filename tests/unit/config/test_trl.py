@@ -504,11 +504,6 @@ REFUSED = [
         "the run directory, or use `tandem export --push-to-hub`.",
     ),
     (
-        {"router_aux_loss_coef": 0.001},
-        "router_aux_loss_coef = 0.001: tandem has no load-balancing term. Set router_aux_loss_coef=0; a model without experts "
-        "has no such term.",
-    ),
-    (
         {"per_device_train_batch_size": 0},
         "per_device_train_batch_size = 0: per_device_train_batch_size, gradient_accumulation_steps and num_processes must be "
         "whole numbers above 0.",

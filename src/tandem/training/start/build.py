@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tandem.config.load import LoadedConfig
+from tandem.model.architecture import router_class
 from tandem.model.distributed.layers import freeze
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.files.source import weights_fingerprint
@@ -19,6 +20,7 @@ from tandem.model.reference import (
     LiveReference,
     Reference,
 )
+from tandem.model.router_balance import RouterBalance
 from tandem.page.live import RunPage
 from tandem.page.pairs import Measured
 from tandem.report.reporter import MetricsFile, NoMetricsFile, Reporter
@@ -218,6 +220,12 @@ def build(
     return training
 
 
+def _balance_routers(setup: Setup, policy: Policy, ranks: Ranks) -> None:
+    coefficient, routers = setup.config.dpo.router_aux_loss_coef, router_class(policy.architecture)
+    if coefficient > 0 and routers is not None:
+        policy.balance = RouterBalance(policy.model, routers, coefficient=coefficient, ranks=ranks)
+
+
 def _optimizer(setup: Setup, policy: Policy) -> Any:
     names, parameters = zip(*policy.trained(), strict=True)
     ratio = setup.config.policy.lora.loraplus_lr_ratio
@@ -233,6 +241,7 @@ def _load(setup: Setup, run: Path, ranks: Ranks, reporter: Reporter, check: Call
     torch.manual_seed(setup.config.run.seed)
     reporter.say("\nLoading the model")
     policy = load_sharded(setup, setup.source, ranks, setup.lora)
+    _balance_routers(setup, policy, ranks)
     weights = ranks.one_then_all(lambda: start_fingerprint(setup.source, setup.lora))
     found = audit_model(setup, policy, setup.source, ranks, reporter=reporter)
     references = make_references(setup, policy, run, ranks, weights=weights, reporter=reporter, check=check)

@@ -1,6 +1,7 @@
 """Runs rows before the first step: one of each length, so that layers are compiled, and the longest, to forecast memory."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from tandem.report.reporter import Reporter
 from tandem.training.adamw import state_bytes
 from tandem.training.memory import Forecast, forecast, refuse_forecast_overflow
 from tandem.training.start.setup import Setup
+from tandem.training.step import count_experts
 
 
 def compile_row_lengths(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[[], None]) -> None:
@@ -23,7 +25,10 @@ def compile_row_lengths(setup: Setup, policy: Policy, reporter: Reporter, check:
             for length in lengths:
                 rows = [packer.row([smallest], length)] * packer.packs_per_micro_batch
                 with policy.computing():
-                    policy(policy.inputs(join(rows), setup.device)).sum().backward()
+                    if policy.balance is not None:
+                        count_experts(policy, policy.balance, [join(rows)], setup.device)
+                    with nullcontext() if policy.balance is None else policy.balance.training():
+                        policy(policy.inputs(join(rows), setup.device)).sum().backward()
                 done()
                 check()
     policy.zero_grad()
