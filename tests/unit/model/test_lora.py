@@ -153,6 +153,12 @@ def test_names_that_peft_interprets_as_experts_are_refused_with_advice():
     )
 
 
+def test_a_router_that_is_a_subclass_of_linear_gets_no_adapter():
+    """PhiMoE's router returns logits, weights and experts; peft would add an adapter's output to this tuple."""
+    found = plan(ModelSource("phimoe", tiny_model(), tiny_config("phimoe", num_local_experts=4)))
+    assert found.names == ("k_proj", "o_proj", "q_proj", "v_proj")
+
+
 def test_names_that_peft_refuses_in_models_with_mamba_layers_are_refused_with_the_way_out():
     mamba = ModelSource("mamba", tiny_model(), tiny_config("falcon_h1"))
     assert refusal(mamba) == (

@@ -41,8 +41,8 @@ def test_routers_that_balance_in_another_way_are_refused():
 
 def test_rows_that_are_divided_among_ranks_are_refused():
     assert refusal("qwen3_moe", mesh=MeshShape(1, 1, 2)) == (
-        "dpo.router_aux_loss_coef = 0.01: does not work with policy.parallel.context = 2, which divides the tokens of a row among "
-        "ranks. Use policy.parallel.context=1."
+        "dpo.router_aux_loss_coef = 0.01: does not work with policy.parallel.context = 2, which divides the tokens of a row "
+        "among ranks. Use policy.parallel.context=1."
     )
 
 

@@ -19,7 +19,12 @@ PATTERN_SECONDS, PATTERN_BYTES = 10.0, 2**30  # limits of matching a regular exp
 def linear_layers(model: Any) -> tuple[dict[str, nn.Linear], str | None]:
     """Return two values: a dict from name to linear layer, which leaves out the head, and the name of the head."""
     head = model.get_output_embeddings()
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    # A subclass that computes something else, as PhiMoE's router does, cannot have an adapter.
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    }
     head_name = next((name for name, module in model.named_modules() if module is head), None)
     return {name: module for name, module in linear.items() if module is not head}, head_name
 
