@@ -64,7 +64,19 @@ def cases(folder):
             *("policy.packing.mode=dataset", "policy.packing.pack_length=256", "policy.train_global_batch_size=8"),
         ],
         "adapters": ["policy.lora.enabled=true", f"reference.model={folder}/experts"],
+        "adapters and embeddings": [
+            *("policy.lora.enabled=true", "policy.lora.use_rslora=true", "policy.lora.loraplus_lr_ratio=4"),
+            *(
+                "policy.lora.modules_to_save=[lm_head,embed_tokens,model.norm]",
+                few_pairs(folder),
+                "dpo.val_at_end=false",
+            ),
+        ],
         "experts": [f"policy.model_name={folder}/experts", "policy.train_global_batch_size=1", "dpo.val_at_end=false"],
+        "balanced experts": [
+            *(f"policy.model_name={folder}/experts", "dpo.router_aux_loss_coef=0.5", few_pairs(folder)),
+            *("policy.train_global_batch_size=3", "policy.packing.pack_length=256", "dpo.val_at_end=false"),
+        ],
         # of one preference in a batch, one rank has only filler, and its recurrent layers get gradients of zero
         "recurrent layers": [
             *(f"policy.model_name={folder}/hybrid", "policy.train_global_batch_size=1"),
@@ -114,7 +126,9 @@ def assert_alike(several, one):
         "four completions",
         "packed once",
         "adapters",
+        "adapters and embeddings",
         "experts",
+        "balanced experts",
         "recurrent layers",
     ],
 )

@@ -40,7 +40,10 @@ SETTINGS = (
     "data.pairing", "data.overlong", "run.seed",
 )  # fmt: skip
 NOT_SHOWN = ("dpo.val_", "dpo.early_stopping_patience")
-LORA_SETTINGS = ("dim", "alpha", "dropout", "target_modules", "exclude_modules", "quantization")
+LORA_SETTINGS = (
+    *("dim", "alpha", "use_rslora", "dropout", "target_modules", "exclude_modules", "modules_to_save"),
+    *("loraplus_lr_ratio", "quantization"),
+)
 PACKAGES = ("torch", "transformers", "peft")
 FINGERPRINT_DIGITS = 12
 

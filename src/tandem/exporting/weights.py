@@ -124,7 +124,10 @@ def export_adapter(
     """Write the adapters and the tokenizer to `folder`, so that peft can load the adapters on top of the model `base`."""
     round_one = _rounding_function(dtype, rounding)
     named = {name.removeprefix("model."): _on_host(parameter) for name, parameter in sorted(policy.trained())}
-    tensors = {name.removesuffix(f".{ADAPTER}.weight"): round_one(name, tensor) for name, tensor in named.items()}
+    rounded = {name.replace(f".{ADAPTER}.weight", ".weight"): round_one(name, tensor) for name, tensor in named.items()}
+    # A tied weight has several names in the file.
+    tensors = {name: tensor for name, tensor in rounded.items() if name not in lora.saved.parameters}
+    tensors |= {name: rounded[parameter].clone() for name, parameter in lora.saved.weights}
 
     def write(aside: Path, state: dict[str, Tensor]) -> None:
         write_adapter(aside, lora.peft_config(base, revision), state)

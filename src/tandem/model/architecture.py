@@ -38,9 +38,23 @@ NOT_RANDOM = {"phimoe": ("router_jitter_noise",)}
 TYPES_WITH_SINKS = ("gpt_oss",)
 # Model types with a table of positions that is neither an embedding nor a buffer.
 TYPES_WITH_HIDDEN_TABLE = ("ctrl", "mpt")
-# Classes of linear layers that return several tensors, which peft cannot adapt.
-ROUTERS = ("Llama4Router",)
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Model types whose routers choose the experts with the highest logits, and return logits, weights and chosen experts. Others
+# have no load-balancing loss, as those that balance with a bias instead (DeepSeek-V3), or return something else.
+TYPES_WITH_BALANCE = (
+    *(
+        "flex_olmo",
+        "gpt_oss",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoeshared",
+        "mellum",
+        "mixtral",
+        "olmoe",
+        "phimoe",
+    ),
+    *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"),
+)
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, RecurrentGemma, xLSTM
 # Types of multimodal checkpoints -> where their text model, without its head, is in the class that loads the checkpoint.
 TEXT_MODELS = {
@@ -221,6 +235,13 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 def has_layer_list(model: Any) -> bool:
     """Whether the trunk holds its repeated layers in a list named `layers`, where `decoder_layers` finds them."""
     return isinstance(getattr(trunk_of(model), "layers", None), nn.ModuleList)
+
+
+def router_class(architecture: Architecture) -> type[nn.Module] | None:
+    """Return the class of a model's routers, if they can be trained with a load-balancing loss."""
+    if architecture.model_type not in TYPES_WITH_BALANCE:
+        return None
+    return architecture.model_class._can_record_outputs["router_logits"].target_class
 
 
 def windows_of(model: Any) -> set[int | None]:

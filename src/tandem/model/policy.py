@@ -18,6 +18,7 @@ from tandem.model.head import Head
 from tandem.model.precision.rounding import ShardCasts
 from tandem.model.precision.working_copy import GradientSums, WorkingCopy
 from tandem.model.recurrent.layers import RecurrentLayers, replace_functions
+from tandem.model.router_balance import RouterBalance, token_weights
 from tandem.model.transfer import to_device
 from tandem.packing.layout import FILLER, Pack
 from tandem.packing.packer import BLOCK
@@ -45,6 +46,7 @@ class PackInputs:
     best: Tensor  # [preferences]
     preference: Tensor  # [completions]
     num_scored: int  # without padding
+    token_weights: Tensor | None = None  # [rows * length], for the load-balancing loss of routers
     places: Tensor | None = None  # with context parallelism, the indices of this rank's scored tokens among all of them
 
     @property
@@ -75,6 +77,7 @@ class Policy(nn.Module):
         # Whether layers keep the weights they gathered from other ranks as long as the weights do not change.
         self.keeps_gathered = False
         self.context: Context | None = None  # the ranks that compute the same rows; None: only this one
+        self.balance: RouterBalance | None = None  # the load-balancing loss of routers; None: it is off
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -130,6 +133,7 @@ class Policy(nn.Module):
             best=put(pack.best),
             preference=put(pack.owner),
             num_scored=len(pack.target_ids),
+            token_weights=None if self.balance is None else token_weights(pack, device),
             places=None if places is None else put(places),
         )
 
@@ -151,6 +155,8 @@ class Policy(nn.Module):
         return gather_values(values, inputs.places, inputs.num_values, self.context)
 
     def _trunk(self, inputs: PackInputs) -> Tensor:
+        if self.balance is not None:
+            self.balance.prepare(inputs.token_weights)
         # The pack's mask replaces the one that transformers would build.
         arguments = {"attention_mask": None, "pack": inputs.mask} if self.packed else {"attention_mask": inputs.mask}
         out = trunk_of(self.model)(

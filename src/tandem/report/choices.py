@@ -167,8 +167,10 @@ def _optimizer(setup: Setup) -> str:
     policy, kwargs = setup.config.policy, setup.config.policy.optimizer.kwargs
     highest = f"{setup.plan.highest_rate:g}"
     reached = "" if highest == f"{kwargs.lr:g}" else f" (at most {highest} is reached)"
+    ratio = policy.lora.loraplus_lr_ratio
+    of_b = "" if ratio == 1 else f" ({ratio:g} times that for lora_B)"
     return (
-        f"AdamW, learning rate {kwargs.lr:g}{reached}, weight decay {kwargs.weight_decay:g}, "
+        f"AdamW, learning rate {kwargs.lr:g}{reached}{of_b}, weight decay {kwargs.weight_decay:g}, "
         f"clipping at {policy.max_grad_norm}"
     )
 
@@ -176,7 +178,9 @@ def _optimizer(setup: Setup) -> str:
 def _adapters(lora: LoraPlan) -> str:
     return (
         f"LoRA, dim {lora.dim}, alpha {lora.alpha:g}{' / sqrt(dim)' if lora.rslora else ''}, on {len(lora.targets)} layers "
-        f"({listed(lora.names)}); {lora.num_trained:,} parameters trained, {lora.num_frozen:,} frozen"
+        f"({listed(lora.names)}); "
+        + (f"trained in full: {listed(lora.saved.modules)}; " if lora.saved.modules else "")
+        + f"{lora.num_trained:,} parameters trained, {lora.num_frozen:,} frozen"
         + (f"; starting from {lora.start.folder}" if lora.start else "")
     )
 

@@ -4,7 +4,7 @@ Rounding to nearest loses small updates: at the learning rates of preference tra
 slow moving average does not change at all. Stochastic rounding preserves the updates on average. Each step uses new random bits.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -51,10 +51,21 @@ class LocalAdamW(AdamW):
     grad_scale: Tensor
     found_inf: Tensor
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, offload: bool = False, **kwargs: Any):
-        """`offload`: keep the moments in host memory."""
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        ratios: Sequence[float] | None = None,
+        offload: bool = False,
+        **kwargs: Any,
+    ):
+        """`ratios`: for each parameter, its learning rate as a multiple of the rate of the group; None: 1.
+
+        `offload`: keep the moments in host memory.
+        """
         super().__init__(parameters, fused=True, **kwargs)
         given: list[nn.Parameter] = self.param_groups[0]["params"]
+        self._ratios = dict(zip(given, ratios or [1.0] * len(given), strict=True))
         self.host_states = HostStates({p: _moments(_shape_of(p), "float32") for p in given}) if offload else None
         for parameter in given:
             moments: Any = self.host_states.parts(parameter) if self.host_states else _moments(parameter, "float32")
@@ -74,6 +85,12 @@ class LocalAdamW(AdamW):
 
     def _apply(self, pieces: list[Piece], steps: list[Tensor]) -> None:
         (group,) = self.param_groups
+        for ratio in dict.fromkeys(self._ratios[piece.parameter] for piece in pieces):
+            own = [number for number, piece in enumerate(pieces) if self._ratios[piece.parameter] == ratio]
+            self._update([pieces[number] for number in own], [steps[number] for number in own], lr=ratio * group["lr"])
+
+    def _update(self, pieces: list[Piece], steps: list[Tensor], *, lr: Any) -> None:
+        (group,) = self.param_groups
         beta1, beta2 = group["betas"]
         adamw(
             [piece.weight for piece in pieces],
@@ -88,7 +105,7 @@ class LocalAdamW(AdamW):
             maximize=False,
             beta1=beta1,
             beta2=beta2,
-            lr=group["lr"],
+            lr=lr,
             weight_decay=group["weight_decay"],
             eps=group["eps"],
         )
@@ -104,11 +121,24 @@ class RoundedAdamW(Optimizer):
     grad_scale: Tensor
     found_inf: Tensor
 
-    def __init__(self, parameters: Iterable[nn.Parameter], rule: Rule, *, lr: float, seed: int, offload: bool = False):
-        """`offload`: keep the moments in host memory."""
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        rule: Rule,
+        *,
+        lr: float,
+        seed: int,
+        ratios: Sequence[float] | None = None,
+        offload: bool = False,
+    ):
+        """`ratios`: for each parameter, its learning rate as a multiple of the rate of the group; None: 1.
+
+        `offload`: keep the moments in host memory.
+        """
         super().__init__(parameters, {"lr": lr})
         self.rule = rule
         given: list[nn.Parameter] = self.param_groups[0]["params"]
+        self._ratios = list(ratios or [1.0] * len(given))
         # One step count for all parameters: an update is applied or skipped for all of them.
         count = torch.zeros((), device=given[0].device)
         kept = self.rule.state_dtype
@@ -125,12 +155,17 @@ class RoundedAdamW(Optimizer):
         (group,) = self.param_groups
         count = self.state[group["params"][0]]["step"]
         count.add_(1 - self.found_inf)
-        scalars = _scalars(group["lr"], count, self.grad_scale, skipped=self.found_inf, rule=self.rule)
+        scalars = {
+            ratio: _scalars(ratio * group["lr"], count, self.grad_scale, skipped=self.found_inf, rule=self.rule)
+            for ratio in dict.fromkeys(self._ratios)
+        }
         starts = self._firsts + hash_int32(self._salts + hash_int32(count.to(torch.int32)))
         start_of = dict(zip(group["params"], starts, strict=True))
+        ratio_of = dict(zip(group["params"], self._ratios, strict=True))
         for piece in self._pieces([parameter for parameter in group["params"] if parameter.grad is not None]):
             if piece.weight.numel():
-                self._update(piece, scalars, start_of[piece.parameter] + _as_int32(piece.first))
+                own = ratio_of[piece.parameter]
+                self._update(piece, scalars[own], start_of[piece.parameter] + _as_int32(piece.first))
 
     def _pieces(self, given: list[nn.Parameter]) -> Iterator[Piece]:
         if self.host_states is None:

@@ -5,7 +5,7 @@ A scheduler is one of torch's, or a named schedule that spans the run.
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,18 +25,20 @@ from tandem.training.adamw import LocalAdamW, RoundedAdamW, Rule
 
 
 def make_optimizer(
-    parameters: Iterable[torch.nn.Parameter], policy: PolicyConfig, seed: int
+    parameters: Iterable[torch.nn.Parameter], policy: PolicyConfig, seed: int, *, ratios: Sequence[float] | None = None
 ) -> LocalAdamW | RoundedAdamW:
     """Return AdamW with its states already allocated.
 
     The optimizer clips gradients and skips non-finite steps without waiting for the device.
-    `seed`: the seed of the random bits for stochastic rounding.
+    `seed`: the seed of the random bits for stochastic rounding. `ratios`: for each parameter, its learning rate as a multiple
+    of the configured one; None: 1.
     """
     kwargs, offload = policy.optimizer.kwargs, policy.optimizer.offload
     beta1, beta2 = kwargs.betas
     if policy.weights == "float32" and policy.optimizer.state_dtype == "float32":
         return LocalAdamW(
             parameters,
+            ratios=ratios,
             lr=kwargs.lr,
             betas=(beta1, beta2),
             eps=kwargs.eps,
@@ -51,7 +53,7 @@ def make_optimizer(
         stochastic=policy.weights != "bfloat16_nearest",
         state_dtype=policy.optimizer.state_dtype,
     )
-    return RoundedAdamW(parameters, rule, lr=kwargs.lr, seed=seed, offload=offload)
+    return RoundedAdamW(parameters, rule, lr=kwargs.lr, seed=seed, ratios=ratios, offload=offload)
 
 
 def make_scheduler(optimizer: Optimizer, policy: PolicyConfig, num_steps: int) -> Any:

@@ -18,6 +18,7 @@ from tandem.errors import NonFiniteError
 from tandem.failpoints import fail_point
 from tandem.loss.objective import combined_losses, pair_loss
 from tandem.model.policy import Policy
+from tandem.model.router_balance import RouterBalance
 from tandem.packing.batches import GlobalBatch
 from tandem.packing.layout import Pack
 from tandem.training.metrics import PairLedger, PairTable, check_pairs, summarise
@@ -67,6 +68,7 @@ class PendingStep:
     def __init__(self, batch: GlobalBatch, context: StepContext, lr: float):
         self.batch, self.context, self.lr = batch, context, lr
         self.ledger = PairLedger()
+        self.balances_routers = False
         self.num_tokens = self.num_positions = 0
         self.clock = StepClock(context.ranks.device)
 
@@ -84,11 +86,14 @@ class PendingStep:
         Raises NonFiniteError if the loss or the gradient is not finite; the update was then skipped. Raises DefectError if the
         ranks did not compute exactly the pairs of the batch.
         """
-        table, (norm,) = self.ledger.read(self.context.ranks)
+        table, (norm, balance) = self.ledger.read(self.context.ranks)
         check_pairs(table, self.batch.preferences, store)
         if not (np.isfinite(table["loss"]).all() and np.isfinite(table.sft).all() and math.isfinite(norm)):
             raise NonFiniteError(self._non_finite_message(table, norm, store))
         metrics = summarise(table, self.context.dpo, self.context.precision, store)
+        if self.balances_routers:
+            metrics["loss"] += self.context.dpo.router_aux_loss_coef * balance
+            metrics["router_aux_loss"] = balance
         parts = self.context.ranks.gather_parts((self.num_tokens, self.num_positions, self.clock.seconds()))
         num_tokens, num_positions, seconds = zip(*parts, strict=True)
         return StepReport(
@@ -141,15 +146,30 @@ def train_step(
     step = PendingStep(batch, context, lr=optimizer.param_groups[0]["lr"])
     step.clock.mark("start")
     with policy.computing():
-        for outcome in pack_outcomes(policy, context, packs, batch):
-            step.add(outcome)
+        if policy.balance is None:
+            balance = torch.zeros((), device=context.ranks.device)
+            for outcome in pack_outcomes(policy, context, packs, batch):
+                step.add(outcome)
+        else:
+            step.balances_routers, packs = True, list(packs)
+            count_experts(policy, policy.balance, packs, context.ranks.device)
+            with policy.balance.training() as balance:
+                for outcome in pack_outcomes(policy, context, packs, batch):
+                    step.add(outcome)
     norm = grad_norm(policy)
-    step.ledger.send(norm)
+    step.ledger.send(norm, balance)
     fail_point("step.update")
     _update(optimizer, step, norm, max_grad_norm)
     fail_point("step.done")
     step.clock.mark("end")
     return step
+
+
+def count_experts(policy: Policy, balance: RouterBalance, packs: Iterable[Pack], device: torch.device) -> None:
+    """Run all packs of a batch without gradients, to count how often routers choose each expert."""
+    with balance.counting():
+        for pack in packs:
+            policy(policy.inputs(pack, device))
 
 
 def pack_outcomes(

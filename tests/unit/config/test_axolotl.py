@@ -91,6 +91,9 @@ def test_a_file_is_translated_key_by_key():
         "dropout": 0.05,
         "target_modules": "all-linear",
         "quantization": "nf4",
+        "use_rslora": False,
+        "modules_to_save": [],
+        "loraplus_lr_ratio": 1.0,
     }
     (train,) = config.data.training_sets
     assert (train.data_path, train.prompt_key, train.split) == ("pairs.jsonl", "question", None)
@@ -170,6 +173,9 @@ def test_defaults_are_those_of_axolotl():
         ({"saves_per_epoch": None, "save_steps": 0.125}, "save_steps", {"checkpointing.save_period": 0.5}),
         ({"saves_per_epoch": None, "save_strategy": "no"}, "save_strategy", {"checkpointing.enabled": False}),
         ({"load_in_4bit": False, "load_in_8bit": True}, "load_in_8bit", {"policy.lora.quantization": "int8"}),
+        ({"lora_modules_to_save": ["lm_head"]}, "lora_modules_to_save", {"policy.lora.modules_to_save": ["lm_head"]}),
+        ({"peft_use_rslora": True}, "peft_use_rslora", {"policy.lora.use_rslora": True}),
+        ({"loraplus_lr_ratio": 16}, "loraplus_lr_ratio", {"policy.lora.loraplus_lr_ratio": 16}),
         (
             {"lora_target_linear": False, "lora_target_modules": ["q_proj"]},
             "lora_target_modules",
@@ -241,9 +247,8 @@ def test_a_key_without_effect_has_its_reason(changes, key, reason):
         ({"rl": None}, "rl = null: Without it, Axolotl trains on single texts. Add rl: dpo, and sets of pairs."),
         ({"learning_rate": None}, "learning_rate = null: Axolotl has no default. Set it."),
         (
-            {"lora_modules_to_save": ["lm_head"]},
-            'lora_modules_to_save = ["lm_head"]: tandem trains the adapters alone. Leave it out, or train all weights without '
-            "adapter.",
+            {"peft_use_dora": True},
+            "peft_use_dora = true: tandem trains plain LoRA adapters. Leave it out.",
         ),
         (
             {"optimizer": "muon"},

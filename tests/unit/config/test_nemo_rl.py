@@ -225,6 +225,13 @@ def test_fused_heads_have_no_effect_in_either_spelling(load):
     assert all(found[f"policy.megatron_cfg.{name}"] == ("no effect", {}) for name in (*new, *old))
 
 
+@pytest.mark.parametrize(("kind", "coefficient"), [("none", 0.0), ("global_aux_loss", 0.01), ("aux_loss", 0.01)])
+def test_megatrons_load_balancing_loss_counts_only_where_it_is_switched_on(load, kind, coefficient):
+    given = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 0.01, "enabled": True}
+    tree = with_changes(policy__optimizer=None, policy__megatron_cfg={**NEW["policy"]["megatron_cfg"], **given})
+    assert load(tree).config.dpo.router_aux_loss_coef == coefficient
+
+
 def test_overrides_may_be_in_their_names_and_in_tandems(load):
     loaded = load(NEW, "dpo.seed=3", "policy.dtensor_cfg.tensor_parallel_size=1", "run.name=mine", "~policy.scheduler")
     assert (loaded.config.run.seed, loaded.config.run.name, loaded.config.policy.scheduler) == (3, "mine", None)

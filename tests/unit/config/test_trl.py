@@ -1,7 +1,6 @@
 """Configurations of TRL, built from its documented fields, current and earlier spellings, translated key by key."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -266,8 +265,9 @@ def test_adapters(load):
     by_default = load({**DATA, "use_peft": True}).config.policy.lora
     assert (by_default.dim, by_default.alpha, by_default.dropout) == (16, 32, 0.05)
     assert by_default.target_modules == ["q_proj", "v_proj"]
-    stabilised = load({**DATA, "use_peft": True, "use_rslora": True, "lora_r": 64, "lora_alpha": 16}).config.policy.lora
-    assert stabilised.alpha == 16 * math.sqrt(64)
+    options = {"use_rslora": True, "lora_alpha": 16, "lora_modules_to_save": ["lm_head", "embed_tokens"]}
+    more = load({**DATA, "use_peft": True, **options}).config.policy.lora
+    assert (more.use_rslora, more.alpha, more.modules_to_save) == (True, 16, ["lm_head", "embed_tokens"])
     one_item = load({**DATA, "use_peft": True, "lora_target_modules": ["all-linear"]}).config.policy.lora
     assert one_item.target_modules == "all-linear"
     unused = outcomes(load({**DATA, "lora_r": 4, "use_dora": True}).translation)
@@ -502,11 +502,6 @@ REFUSED = [
         {"push_to_hub": True},
         "push_to_hub = true: tandem uploads nothing at the end of a run. Set push_to_hub=false, and upload the folder model of "
         "the run directory, or use `tandem export --push-to-hub`.",
-    ),
-    (
-        {"router_aux_loss_coef": 0.001},
-        "router_aux_loss_coef = 0.001: tandem has no load-balancing term. Set router_aux_loss_coef=0; a model without experts "
-        "has no such term.",
     ),
     (
         {"per_device_train_batch_size": 0},

@@ -101,7 +101,7 @@ def test_quantised_models(load):
         "DPOTrainer(get_peft_model(model, LoraConfig(use_rslora=True)), args=DPOConfig(), train_dataset=load_dataset('a/b'))\n"
     )
     lora = loaded.config.policy.lora
-    assert (lora.quantization, lora.dim, lora.alpha) == ("nf4", 8, 8 * 8**0.5)
+    assert (lora.quantization, lora.dim, lora.alpha, lora.use_rslora) == ("nf4", 8, 8, True)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tandem.model.files.folder import MAX_JSON_BYTES, read_json, refuse_wrong_ty
 from tandem.model.files.source import find_model, weights_fingerprint
 from tandem.model.files.tiny import tiny_model
 from tandem.model.load import empty_model, load_policy
-from tandem.model.lora import layers as lora
+from tandem.model.lora import targets as lora
 from tandem.model.lora.files import read_adapter
 from tandem.model.lora.layers import plan_lora
 

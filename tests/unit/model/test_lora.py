@@ -153,6 +153,12 @@ def test_names_that_peft_interprets_as_experts_are_refused_with_advice():
     )
 
 
+def test_a_router_that_is_a_subclass_of_linear_gets_no_adapter():
+    """PhiMoE's router returns logits, weights and experts; peft would add an adapter's output to this tuple."""
+    found = plan(ModelSource("phimoe", tiny_model(), tiny_config("phimoe", num_local_experts=4)))
+    assert found.names == ("k_proj", "o_proj", "q_proj", "v_proj")
+
+
 def test_names_that_peft_refuses_in_models_with_mamba_layers_are_refused_with_the_way_out():
     mamba = ModelSource("mamba", tiny_model(), tiny_config("falcon_h1"))
     assert refusal(mamba) == (
@@ -219,6 +225,9 @@ def test_settings_that_contradict_the_adapter_are_refused(source, adapter):
     assert refusal(source, adapter=str(adapter), alpha=4.5) == (
         f"{key}: its alpha is 8, but policy.lora.alpha = 4.5. Leave out policy.lora.alpha."
     )
+    assert refusal(source, adapter=str(adapter), use_rslora=True) == (
+        f"{key}: its scale is alpha / dim, but policy.lora.use_rslora = true. Leave out policy.lora.use_rslora."
+    )
     assert refusal(source, adapter=str(adapter), target_modules=["q_proj"]) == (
         f"{key}: its layers differ from those selected by policy.lora.target_modules, for example in "
         "model.layers.0.mlp.down_proj. Leave out target_modules and exclude_modules."
@@ -282,8 +291,8 @@ def test_an_adapter_made_for_a_different_model_is_refused(adapter):
             'rank_pattern = {"q_proj": 8}: only plain LoRA adapters are supported.',
         ),
         (
-            {"modules_to_save": ["lm_head"]},
-            'modules_to_save = ["lm_head"]: only plain LoRA adapters are supported.',
+            {"modules_to_save": "lm_head"},
+            "modules_to_save in its adapter_config.json is not a list of names. Save it again with peft.",
         ),
         (
             {"init_lora_weights": "pissa"},

@@ -35,6 +35,12 @@ class Dpo(Section):
     orpo_lambda: float = Field(default=1.0, gt=0, description="orpo: weight of the odds-ratio term")
     cpo_alpha: float = Field(default=1.0, ge=0, description="cpo: weight of the SFT term in the loss")
     discopop_tau: float = Field(default=0.05, gt=0, le=1, description="discopop: temperature of the mixture")
+    router_aux_loss_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="weight of the load-balancing loss of routers in mixtures of experts, over the tokens of the global batch; "
+        "above 0, each batch runs through the model twice",
+    )
     ld_alpha: Share | None = Field(
         default=None, description="LD-DPO: weight of tokens beyond the length of the shorter completion; null: 1"
     )

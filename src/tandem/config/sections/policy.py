@@ -121,6 +121,10 @@ class Lora(Section):
         gt=0,
         description="adapters are scaled by alpha / dim; taken from lora.adapter if that is set",
     )
+    use_rslora: bool = Field(
+        default=False,
+        description="scale adapters by alpha / sqrt(dim) (rank-stabilised LoRA); taken from lora.adapter if that is set",
+    )
     dropout: float = Field(
         default=0.0,
         ge=0,
@@ -133,6 +137,16 @@ class Lora(Section):
         "or a regular expression that matches the full name",
     )
     exclude_modules: list[Name] = Field(default=[], description="suffixes of layer names that get no adapter")
+    modules_to_save: list[Name] = Field(
+        default=[],
+        description="suffixes of the names of modules that are trained in full beside the adapters, such as lm_head; taken from "
+        "lora.adapter if that is set",
+    )
+    loraplus_lr_ratio: float = Field(
+        default=1.0,
+        gt=0,
+        description="LoRA+: the learning rate of lora_B, as a multiple of policy.optimizer.kwargs.lr",
+    )
     adapter: PathText | None = Field(
         default=None,
         description="folder or hub name of a trained LoRA adapter to start from, which is also the reference by default",

@@ -105,6 +105,13 @@ class Ranks:
         dist.all_reduce(true, dist.ReduceOp.MIN)
         return true.to(torch.bool)
 
+    def sum_of_all(self, values: Tensor) -> Tensor:
+        """Return the sum of `values` over all ranks, on the device. Every rank must call this. The host does not wait."""
+        if self.count > 1:
+            values = values.clone()
+            dist.all_reduce(values)
+        return values
+
     def concatenate_parts(self, rows: Tensor) -> tuple[Tensor, slice]:
         """Return the rows of all parts of a global batch, in order, and the slice that holds this rank's rows.
 

@@ -41,14 +41,19 @@ def _add(model: Any, plan: LoraPlan, source: ModelSource) -> None:
         from tandem.model.lora.joined import join_adapters
 
         join_adapters(model)
-    weights = {} if plan.start is None else plan.start.weights()
+    _set_trained_weights(model, plan)
+
+
+def _set_trained_weights(model: Any, plan: LoraPlan) -> None:
+    """Hold the trained weights in float32, and read them from the adapter that training starts from."""
+    given = {} if plan.start is None else plan.start.weights()
+    in_files = {parameter: name for name, parameter in plan.saved.weights}
     with torch.no_grad():
-        for name, layer in lora_layers(model):
-            for side in ("lora_A", "lora_B"):
-                weight = getattr(layer, side)[ADAPTER].weight
-                weight.data = weight.data.float()
-                if weights:
-                    weight.copy_(weights[f"{name}.{side}"])
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+                if given:
+                    parameter.copy_(given[in_files.get(name) or name.replace(f".{ADAPTER}.weight", ".weight")])
 
 
 @contextmanager

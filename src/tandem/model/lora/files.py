@@ -25,7 +25,7 @@ DESCRIPTIVE_KEYS = {
     "loftq_config", "lora_dropout", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision",
     "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
-READ_KEYS = {"r", "lora_alpha", "use_rslora"}
+READ_KEYS = {"r", "lora_alpha", "use_rslora", "modules_to_save"}
 # Initialisations that leave the base weights unchanged; others (PiSSA, OLoRA) subtract the initial adapter from them.
 PLAIN_INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
 UNSET = (None, False, "none", [], {})
@@ -41,13 +41,22 @@ class TrainedAdapter:
     alpha: float
     rslora: bool
     shapes: dict[str, dict[str, tuple[int, ...]]]  # module -> {"A": [dim, in], "B": [out, dim]}
+    modules_to_save: tuple[str, ...]  # ends of the names of modules that were trained in full
+    saved: dict[str, tuple[int, ...]]  # the weights of these modules -> their shapes
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the adapter's tensors by their names in the model, such as model.layers.0.self_attn.q_proj.lora_A."""
+        """Return the adapter's tensors by their names in the model, such as model.layers.0.self_attn.q_proj.lora_A.weight."""
         from safetensors.torch import load_file
 
-        tensors = load_file(self.folder / WEIGHTS_FILE)
-        return {key.removeprefix(PREFIX).removesuffix(".weight"): tensor for key, tensor in tensors.items()}
+        return {key.removeprefix(PREFIX): tensor for key, tensor in load_file(self.folder / WEIGHTS_FILE).items()}
+
+    def equal(self, first: str, second: str) -> bool:
+        """Return whether two of the adapter's tensors are equal."""
+        import torch
+        from safetensors import safe_open
+
+        with safe_open(self.folder / WEIGHTS_FILE, "pt") as file:
+            return torch.equal(*(file.get_tensor(PREFIX + name) for name in (first, second)))
 
     def content(self) -> list[Any]:
         """Return everything that determines what the adapter computes, to be hashed."""
@@ -78,21 +87,29 @@ def read_adapter(name: str) -> TrainedAdapter:
         raise ConfigError(
             f"{key}: its {CONFIG_FILE} has no valid r and lora_alpha, so it is not a LoRA adapter. Save it again with peft."
         )
+    to_save = described.get("modules_to_save") or []
+    if not isinstance(to_save, list) or not all(isinstance(one, str) and one for one in to_save):
+        raise ConfigError(
+            f"{key}: modules_to_save in its {CONFIG_FILE} is not a list of names. Save it again with peft."
+        )
+    shapes, saved = _read_shapes(key, folder / WEIGHTS_FILE, has_saved=bool(to_save))
     return TrainedAdapter(
         name=name,
         folder=folder,
         dim=dim,
         alpha=float(alpha),
         rslora=bool(described.get("use_rslora")),
-        shapes=_read_shapes(key, folder / WEIGHTS_FILE),
+        shapes=shapes,
+        modules_to_save=tuple(to_save),
+        saved=saved,
     )
 
 
 def write_adapter(folder: Path, config: Any, tensors: dict[str, Tensor]) -> None:
-    """Write an adapter to `folder`. `config`: a peft configuration. `tensors`: named as in the model (…q_proj.lora_A)."""
+    """Write an adapter to `folder`. `config`: a peft configuration. `tensors`: named as in the model (…q_proj.lora_A.weight)."""
     from safetensors.torch import save_file
 
-    named = {f"{PREFIX}{name}.weight": tensor.contiguous() for name, tensor in tensors.items()}
+    named = {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in tensors.items()}
     save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config.save_pretrained(str(folder))
 
@@ -111,22 +128,33 @@ def _check_plain(key: str, described: dict[str, Any]) -> None:
             raise ConfigError(f"{key}: {name} = {json.dumps(value)}: only plain LoRA adapters are supported.")
 
 
-def _read_shapes(key: str, path: Path) -> dict[str, dict[str, tuple[int, ...]]]:
+def _read_shapes(
+    key: str, path: Path, *, has_saved: bool
+) -> tuple[dict[str, dict[str, tuple[int, ...]]], dict[str, tuple[int, ...]]]:
+    """Return the shapes of the adapters' weights by module, and those of weights that were trained in full.
+
+    `has_saved`: whether the adapter may hold such weights.
+    """
     from safetensors import SafetensorError, safe_open
 
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    saved: dict[str, tuple[int, ...]] = {}
     try:
         with safe_open(path, "pt") as file:
             for name in sorted(file.keys()):
-                if not (found := WEIGHT.fullmatch(name)):
+                shape = tuple(file.get_slice(name).get_shape())
+                if found := WEIGHT.fullmatch(name):
+                    shapes.setdefault(found["module"], {})[found["side"]] = shape
+                elif has_saved and name.startswith(PREFIX) and ".lora_" not in name:
+                    saved[name.removeprefix(PREFIX)] = shape
+                else:
                     raise ConfigError(
                         f"{key}: holds {name}, which is not a weight of a LoRA adapter. Save it again with peft."
                     )
-                shapes.setdefault(found["module"], {})[found["side"]] = tuple(file.get_slice(name).get_shape())
     except SafetensorError as error:
         raise ConfigError(f"{key}: its weights are not readable as safetensors ({error}). Is it complete?") from None
     if half := next((module for module, sides in shapes.items() if len(sides) < 2), None):
         raise ConfigError(
             f"{key}: has only one of the two weights (lora_A, lora_B) of {half}, so it is incomplete. Download it again."
         )
-    return shapes
+    return shapes, saved

@@ -1,9 +1,8 @@
-"""LoRA: decides which layers get adapters, before the weights are loaded, and replaces them by peft's adapted layers."""
+"""LoRA: decides which layers get adapters (before the weights are loaded), and adds peft's adapters to the loaded model."""
 
 import importlib.util
 import re
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tandem.config.sections.policy import ALL_LINEAR, Lora
-from tandem.data.store.pool import WorkerDied, WorkerStalled, run_in_process
+from tandem.config.sections.policy import Lora
 from tandem.errors import ConfigError, MachineError, one_line
-from tandem.model.architecture import ROUTERS, is_multimodal
+from tandem.model.architecture import is_multimodal
 from tandem.model.files.source import ModelSource, weights_fingerprint, weights_of
 from tandem.model.load import empty_model
 from tandem.model.lora.files import TrainedAdapter, read_adapter
+from tandem.model.lora.saved import SavedModules, select_saved
+from tandem.model.lora.targets import adapter_targets, selected_targets, short_names
 from tandem.storage.cache import fingerprint
 from tandem.terminal.commands import install_command
-from tandem.terminal.printable import listed
 
 ADAPTER = "default"  # peft's name for a single adapter
 MORE_PRECISE_THAN_BFLOAT16 = ("F64", "F32", "F16")  # names in safetensors
@@ -28,7 +27,6 @@ MORE_PRECISE_THAN_BFLOAT16 = ("F64", "F32", "F16")  # names in safetensors
 MAMBA = re.compile(
     r"\[PEFT:\S+\] .* incompatible with Mamba-based models .* Incompatible modules: \{(?P<incompatible>[^}]*)\}"
 )
-PATTERN_SECONDS, PATTERN_BYTES = 10.0, 2**30  # limits of matching a regular expression
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +39,7 @@ class LoraPlan:
     rslora: bool
     targets: tuple[str, ...]  # full names of modules
     names: tuple[str, ...]  # the shortest names that match exactly those modules
+    saved: SavedModules  # trained in full
     start: TrainedAdapter | None  # policy.lora.adapter
     dtype: torch.dtype  # of the frozen weights
     precision: str  # dtype of computation
@@ -62,6 +61,8 @@ class LoraPlan:
             lora_dropout=self.dropout,
             use_rslora=self.rslora,
             target_modules=list(self.names),
+            # Only in files: in memory, these modules are trained without peft's wrapper, which keeps a copy.
+            modules_to_save=list(self.saved.peft_names) or None if base is not None else None,
         )
 
     def quantization_config(self) -> Any:
@@ -108,7 +109,12 @@ def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: 
     start = None if lora.adapter is None else read_adapter(lora.adapter)
     # peft loads an exported adapter on the complete model, whose other parts may have layers of the same names.
     modules = empty_model(source, complete=True) if is_multimodal(source.config) else model
-    targets = _targets(model, source, lora) if start is None else _adapter_targets(start, model, source, lora)
+    saved = select_saved(model, source, lora, start)
+    targets = (
+        selected_targets(model, source, lora, saved.holds)
+        if start is None
+        else adapter_targets(start, model, source, lora)
+    )
     # A frozen weight is never updated, so with bfloat16 computation the published dtype loses nothing. But float16 cannot be
     # multiplied with bfloat16.
     frozen = torch.bfloat16 if source.dtype == torch.float16 else source.dtype
@@ -117,18 +123,19 @@ def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: 
         dim=lora.dim if start is None else start.dim,
         alpha=lora.alpha if start is None else start.alpha,
         dropout=lora.dropout,
-        rslora=start is not None and start.rslora,
+        rslora=lora.use_rslora if start is None else start.rslora,
         targets=tuple(targets),
-        names=_short_names(targets, [name for name, _ in modules.named_modules()]),
+        names=short_names(targets, [name for name, _ in modules.named_modules()]),
+        saved=saved,
         start=start,
         dtype=dtype,
         precision=precision,
         quantization=lora.quantization,
     )
-    num_frozen = sum(parameter.numel() for parameter in model.parameters())
     with torch.device("meta"):
         inject(model, plan, source)
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    num_frozen = sum(parameter.numel() for parameter in model.parameters()) - num_trained
     return replace(plan, num_trained=num_trained, num_frozen=num_frozen)
 
 
@@ -170,6 +177,11 @@ def lora_layers(model: Any) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
+def is_lora_b(name: str) -> bool:
+    """Whether a parameter is the second matrix of an adapter, which starts at zero."""
+    return ".lora_B." in name
+
+
 def inject(model: Any, plan: LoraPlan, source: ModelSource) -> None:
     """Replace the target layers of the model by peft's adapted layers, in place, and freeze all other weights."""
     from peft import inject_adapter_in_model
@@ -180,7 +192,10 @@ def inject(model: Any, plan: LoraPlan, source: ModelSource) -> None:
             inject_adapter_in_model(plan.peft_config(), model)
     except ValueError as error:
         raise _not_adapted(error, plan, source) from None
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, parameter in model.named_parameters():
+        if name in plan.saved.parameters:
+            parameter.requires_grad_(True)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad} - plan.saved.parameters
     expected = {f"{name}.lora_{side}.{ADAPTER}.weight" for name in plan.targets for side in "AB"}
     if trained != expected:
         # In models whose experts used to be linear layers, peft maps the old names to the experts wherever they occur.
@@ -222,130 +237,3 @@ def _check_quantization(lora: Lora, device: torch.device) -> None:
             f"{key}: the package bitsandbytes is not installed. In the tandem checkout, run {install_command('qlora')}, "
             "or leave it out."
         )
-
-
-def _linear_layers(model: Any) -> tuple[dict[str, nn.Linear], str | None]:
-    """Return two values: a dict from name to linear layer, which leaves out the head, and the name of the head."""
-    head = model.get_output_embeddings()
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    linear = {name: module for name, module in linear.items() if type(module).__name__ not in ROUTERS}
-    head_name = next((name for name, module in model.named_modules() if module is head), None)
-    return {name: module for name, module in linear.items() if module is not head}, head_name
-
-
-def _targets(model: Any, source: ModelSource, lora: Lora) -> list[str]:
-    """Return the full names of the layers that target_modules selects and exclude_modules does not exclude."""
-    layers, head = _linear_layers(model)
-    known = f"Its linear layers are {listed(sorted({name.rsplit('.', 1)[-1] for name in layers}))}."
-    selected = _select(lora.target_modules, list(layers), head, source, known=known)
-    for name in lora.exclude_modules:
-        if not any(_ends_with(layer, name) for layer in (*layers, head or "")):
-            raise ConfigError(f"policy.lora.exclude_modules: {name} matches no linear layer of {source.name}. {known}")
-    remaining = [layer for layer in selected if not any(_ends_with(layer, name) for name in lora.exclude_modules)]
-    if not remaining:
-        raise ConfigError(
-            "policy.lora.exclude_modules excludes every layer that policy.lora.target_modules selects, so nothing would be "
-            "trained. Exclude fewer."
-        )
-    return remaining
-
-
-def _select(
-    wanted: list[str] | str, layers: list[str], head: str | None, source: ModelSource, *, known: str
-) -> list[str]:
-    """Return the names in `layers` that `wanted` selects: all-linear, a list of name suffixes, or a regular expression.
-
-    `head`: the name of the head. `known`: a sentence that lists the linear layers, for messages.
-    """
-    if wanted == ALL_LINEAR:
-        return layers
-    names = layers if head is None else [*layers, head]
-    if isinstance(wanted, str):
-        found = {wanted: _match(wanted, names)}
-    else:
-        found = {pattern: {name for name in names if _ends_with(name, pattern)} for pattern in wanted}
-    for pattern, selected in found.items():
-        if head in selected:
-            raise ConfigError(
-                f"policy.lora.target_modules: {pattern} selects {head}, the head, which cannot have an adapter: its weight is "
-                "used directly, so that logits need not be stored. Leave it out."
-            )
-        if not selected:
-            hint = (
-                " A regular expression must match full names; give short names as a list." if pattern is wanted else ""
-            )
-            raise ConfigError(
-                f"policy.lora.target_modules: {pattern} matches no linear layer of {source.name}. {known}{hint}"
-            )
-    return [layer for layer in layers if any(layer in selected for selected in found.values())]
-
-
-def _adapter_targets(start: TrainedAdapter, model: Any, source: ModelSource, lora: Lora) -> list[str]:
-    """Return the names of the layers that a trained adapter adapts.
-
-    Raise ConfigError if the adapter does not fit the model or the configuration.
-    """
-    key = f"policy.lora.adapter = {start.name}"
-    changed = lora.changed()
-    for name, own in (("dim", start.dim), ("alpha", start.alpha)):
-        if name in changed and changed[name] != own:
-            raise ConfigError(
-                f"{key}: its {name} is {own:g}, but policy.lora.{name} = {changed[name]:g}. Leave out policy.lora.{name}."
-            )
-    layers, _ = _linear_layers(model)
-    for module, sides in start.shapes.items():
-        if module not in layers:
-            raise ConfigError(
-                f"{key}: made for a different model: it adapts {module}, which is not a linear layer of {source.name}. Set "
-                "policy.model_name to the adapter's base model."
-            )
-        layer = layers[module]
-        expected = {"A": (start.dim, layer.in_features), "B": (layer.out_features, start.dim)}
-        for side in "AB":
-            if sides[side] != expected[side]:
-                raise ConfigError(
-                    f"{key}: made for a different model: the shape of {module}.lora_{side} is {list(sides[side])}, but "
-                    f"{source.name} needs {list(expected[side])}. Set policy.model_name to the adapter's base model."
-                )
-    if {"target_modules", "exclude_modules"} & changed.keys():
-        asked = _targets(model, source, lora)
-        if set(asked) != start.shapes.keys():
-            different = min(set(asked) ^ start.shapes.keys())
-            raise ConfigError(
-                f"{key}: its layers differ from those selected by policy.lora.target_modules, for example in {different}. Leave "
-                "out target_modules and exclude_modules."
-            )
-    return [name for name in layers if name in start.shapes]
-
-
-def _ends_with(module: str, name: str) -> bool:
-    """Whether a module's name ends with the complete part `name`. model.layers.0.mlp.up_proj ends with up_proj, not with proj."""
-    return module == name or module.endswith(f".{name}")
-
-
-def _match(pattern: str, modules: list[str]) -> set[str]:
-    """Return the module names that a regular expression matches completely.
-
-    Runs in a separate process that can be killed, because some expressions never finish.
-    """
-    try:
-        return run_in_process(
-            lambda: {module for module in modules if re.fullmatch(pattern, module)}, PATTERN_SECONDS, PATTERN_BYTES
-        )
-    except (WorkerStalled, WorkerDied, MemoryError):
-        raise ConfigError(
-            f"policy.lora.target_modules: matching the regular expression {pattern} with the names of {len(modules)} layers "
-            f"takes more than {PATTERN_SECONDS:g} seconds. Give a simpler one, or a list of names."
-        ) from None
-
-
-def _short_names(targets: Iterable[str], modules: list[str]) -> tuple[str, ...]:
-    """Return the last parts of the target names, each once, if they select the targets and no other module.
-
-    The targets layers.0.mlp.up_proj and layers.1.mlp.up_proj are returned as up_proj. If layers.2.mlp.up_proj is a module but
-    not a target, the full target names are returned.
-    """
-    targets = list(targets)
-    short = sorted({target.rsplit(".", 1)[-1] for target in targets})
-    matched = [module for module in modules if any(_ends_with(module, name) for name in short)]
-    return tuple(short) if set(matched) == set(targets) else tuple(targets)

@@ -7,24 +7,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from tandem.config.load import LoadedConfig
+from tandem.model.architecture import router_class
 from tandem.model.distributed.layers import freeze
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.files.source import weights_fingerprint
-from tandem.model.lora.layers import start_fingerprint
+from tandem.model.lora.layers import is_lora_b, start_fingerprint
 from tandem.model.policy import Policy
 from tandem.model.reference import LiveReference, Reference
-from tandem.packing.layout import join
+from tandem.model.router_balance import RouterBalance
 from tandem.page.live import RunPage
 from tandem.page.pairs import Measured
 from tandem.report.reporter import MetricsFile, NoMetricsFile, Reporter
 from tandem.report.trackers.nemo_trl_names import OtherNames
 from tandem.report.trackers.tracking import Tracking, start_tracking
 from tandem.storage.ownership import remove_abandoned
-from tandem.training.adamw import state_bytes
 from tandem.training.checkpoint.checkpoints import (
     Progress,
     Saver,
@@ -35,7 +34,7 @@ from tandem.training.checkpoint.checkpoints import (
 )
 from tandem.training.checkpoint.host_copy import HostCopier
 from tandem.training.checkpoint.ranking import Ranking
-from tandem.training.memory import Forecast, forecast, refuse_forecast_overflow
+from tandem.training.memory import Forecast
 from tandem.training.metrics import TIE_BAND
 from tandem.training.optimizer import make_optimizer, make_scheduler
 from tandem.training.run.callbacks import Callbacks
@@ -44,6 +43,7 @@ from tandem.training.run.extension import begin_extension
 from tandem.training.run.stopping import Stopping
 from tandem.training.samples import Samples, answers_of, prompts_of, write_samples
 from tandem.training.start.references import audit_model, audit_start, load_sharded, make_references
+from tandem.training.start.rehearsal import compile_row_lengths, forecast_memory
 from tandem.training.start.setup import Setup
 from tandem.training.terms import StepContext
 from tandem.training.validation import ValidationReport, ValidationSet, validate
@@ -174,9 +174,7 @@ def build(
     loaded = _load(setup, run, ranks, reporter, check=stopping.check)
     reporter.start_times.begin("optimizer and checkpoint")
     policy, config, checkpointing = loaded.policy, given.as_yaml(), setup.config.checkpointing
-    optimizer = make_optimizer(
-        (parameter for _, parameter in policy.trained()), setup.config.policy, setup.config.run.seed
-    )
+    optimizer = _optimizer(setup, policy)
     scheduler = make_scheduler(optimizer, setup.config.policy, setup.plan.num_steps)
     fingerprints = _fingerprints(setup, ranks, loaded.weights) | values_from_environment(given)
     # Until here all ranks draw the same random numbers, so that new weights agree; from here on each rank draws its own.
@@ -220,6 +218,19 @@ def build(
     return training
 
 
+def _balance_routers(setup: Setup, policy: Policy, ranks: Ranks) -> None:
+    coefficient, routers = setup.config.dpo.router_aux_loss_coef, router_class(policy.architecture)
+    if coefficient > 0 and routers is not None:
+        policy.balance = RouterBalance(policy.model, routers, coefficient=coefficient, ranks=ranks)
+
+
+def _optimizer(setup: Setup, policy: Policy) -> Any:
+    names, parameters = zip(*policy.trained(), strict=True)
+    ratio = setup.config.policy.lora.loraplus_lr_ratio
+    ratios = [ratio if is_lora_b(name) else 1.0 for name in names]
+    return make_optimizer(parameters, setup.config.policy, setup.config.run.seed, ratios=ratios)
+
+
 def writes_page(setup: Setup, ranks: Ranks) -> bool:
     return ranks.is_first and setup.config.logger.report
 
@@ -229,19 +240,20 @@ def _load(setup: Setup, run: Path, ranks: Ranks, reporter: Reporter, check: Call
     reporter.say("\nLoading the model")
     reporter.start_times.begin("weights")
     policy = load_sharded(setup, setup.source, ranks, setup.lora)
+    _balance_routers(setup, policy, ranks)
     weights = ranks.one_then_all(lambda: start_fingerprint(setup.source, setup.lora))
     found = audit_model(setup, policy, setup.source, ranks, reporter=reporter)
     references = make_references(setup, policy, run, ranks, weights=weights, reporter=reporter, check=check)
     audit_start(setup, policy, found, references, ranks=ranks, reporter=reporter)
     samples = _samples(setup, policy, references, ranks)
     reporter.start_times.begin("compilation and memory")
-    _compile_row_lengths(setup, policy, reporter, check)
+    compile_row_lengths(setup, policy, reporter, check)
     return Loaded(
         policy=policy,
         weights=weights,
         references=references,
         samples=samples,
-        expected=_forecast_memory(setup, policy, reporter) if setup.device.type == "cuda" else None,
+        expected=forecast_memory(setup, policy, reporter) if setup.device.type == "cuda" else None,
     )
 
 
@@ -342,46 +354,6 @@ def _restore_newest(
 
 def _has_steps(metrics: Path) -> bool:
     return metrics.is_file() and '"split": "train"' in metrics.read_text(encoding="utf-8", errors="replace")
-
-
-def _compile_row_lengths(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[[], None]) -> None:
-    """Run a forward and backward pass on a row of each length, so that layers are compiled before the first step."""
-    packer = setup.plan.train
-    smallest = int(np.argmin(packer.sizes))
-    lengths = [length for length in packer.lengths if length >= packer.sizes[smallest]] if setup.compiles else []
-    if lengths:
-        with reporter.progress("Compiling", len(lengths)) as done:
-            for length in lengths:
-                rows = [packer.row([smallest], length)] * packer.packs_per_micro_batch
-                with policy.computing():
-                    policy(policy.inputs(join(rows), setup.device)).sum().backward()
-                done()
-                check()
-    policy.zero_grad()
-
-
-def _forecast_memory(setup: Setup, policy: Policy, reporter: Reporter) -> Forecast:
-    """Measure the GPU memory of the longest rows of the first batch. Raise OutOfMemoryError if a step would not fit.
-
-    The rows run twice, because most rows of a step run with gradients already allocated.
-    """
-    packer = setup.plan.train
-    first = setup.plan.batches.epoch(0)[0]
-    bins = packer.bins(first.preferences, first.bounds)
-    length = packer.longest_row(bins)  # before the last rounds are packed again into shorter rows
-    longest = join([packer.row(bin.tolist(), length) for bin in list(bins)[: packer.packs_per_micro_batch]])
-    kept = setup.config.policy.optimizer
-    torch.cuda.reset_peak_memory_stats()
-    with policy.computing():
-        for _ in range(2):
-            policy(policy.inputs(longest, setup.device)).sum().backward()
-    states: Any = {"state_bytes": state_bytes(kept.state_dtype), "offload": kept.offload}
-    expected = forecast(policy, torch.cuda.max_memory_allocated(), longest.token_ids.shape[1], **states)
-    policy.zero_grad()
-    torch.cuda.reset_peak_memory_stats()
-    reporter.say(f"Memory: {expected}")
-    refuse_forecast_overflow(expected, setup.device, setup.config.policy)
-    return expected
 
 
 def _samples(setup: Setup, policy: Policy, references: dict[str, Reference], ranks: Ranks) -> Samples | None:

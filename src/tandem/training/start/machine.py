@@ -6,7 +6,7 @@ import torch
 
 from tandem.config.schema import Config
 from tandem.errors import ConfigError, MachineError
-from tandem.model.architecture import architecture_of
+from tandem.model.architecture import TYPES_WITH_BALANCE, architecture_of, router_class
 from tandem.model.distributed.context import check_heads
 from tandem.model.distributed.mesh import SINGLE_RANK_MESH, MeshShape
 from tandem.model.files.source import ModelSource
@@ -44,6 +44,7 @@ def check_machine(
     _check_context(source, mesh.context)
     _check_weights(config, precision)
     _check_offload(config, device)
+    _check_routers(config, source, mesh.context)
     lora = plan_lora(source, config.policy.lora, device, precision)
     compiles = _compiles(config, device, precision, source)
     return Machine(device=device, precision=precision, lora=lora, compiles=compiles, mesh=mesh)
@@ -64,6 +65,26 @@ def _check_context(source: ModelSource, size: int) -> None:
         size,
         source.name,
     )
+
+
+def _check_routers(config: Config, source: ModelSource, context: int) -> None:
+    """Raise ConfigError if a load-balancing loss is set for a model that cannot have one."""
+    coefficient, architecture = config.dpo.router_aux_loss_coef, architecture_of(source.config)
+    if coefficient == 0:
+        return
+    key = f"dpo.router_aux_loss_coef = {coefficient:g}"
+    if not architecture.has_experts:
+        raise ConfigError(f"{key}: {source.name} has no experts. Leave it out.")
+    if router_class(architecture) is None:
+        raise ConfigError(
+            f"{key}: routers of {architecture.model_type} models have no load-balancing loss in tandem, because they balance in "
+            f"another way or do not report their logits. Leave it out. It works with {', '.join(TYPES_WITH_BALANCE)}."
+        )
+    if context > 1:
+        raise ConfigError(
+            f"{key}: does not work with policy.parallel.context = {context}, which divides the tokens of a row among ranks. Use "
+            "policy.parallel.context=1."
+        )
 
 
 def _check_weights(config: Config, precision: str) -> None:

@@ -53,7 +53,10 @@ def load_sharded(setup: Setup, source: ModelSource, ranks: Ranks, lora: LoraPlan
     """
     config, read = setup.config.policy, None
     dtype, is_quantised = (setup.weights_dtype, False) if lora is None else (lora.dtype, lora.quantization is not None)
-    if ranks.count > 1 and not is_quantised and (unloaded := unloaded_model(source, config, dtype)) is not None:
+    # The weights of modules that an adapter trained in full are not in the files of the model.
+    is_replaced = lora is not None and lora.start is not None and bool(lora.saved.modules)
+    by_rows = ranks.count > 1 and not is_quantised and not is_replaced
+    if by_rows and (unloaded := unloaded_model(source, config, dtype)) is not None:
         if lora is not None:
             adapt_unloaded(unloaded.model, lora, source)
         policy = as_policy(unloaded.model, source, config, ranks.device)

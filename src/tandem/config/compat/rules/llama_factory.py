@@ -71,14 +71,18 @@ def simpo_gamma(key: str, value: Any, given: Given) -> Outcome:
 
 
 def lora(key: str, value: Any, given: Given) -> Outcome:
-    """lora_rank, lora_alpha and lora_target. An adapter to start from has its own."""
+    """Settings of new adapters. An adapter to start from has its own."""
     if given.get("adapter_name_or_path"):
         return no_effect("Taken from the adapter.")
     if key == "lora_rank":
         return translated({"policy.lora.dim": value})
     if key == "lora_alpha":
         return translated({"policy.lora.alpha": value or 2 * (given.get("lora_rank") or 8)})
+    if key == "use_rslora":
+        return translated({"policy.lora.use_rslora": value})
     names = [one.strip() for one in value.split(",")] if isinstance(value, str) else list(value)
+    if key == "additional_target":
+        return translated({"policy.lora.modules_to_save": names})
     return translated({"policy.lora.target_modules": ALL_LINEAR if names == ["all"] else names})
 
 

@@ -115,6 +115,24 @@ def megatron_schedule(key: str, value: Any, given: Given) -> Outcome:
     return translated({"policy.scheduler": [rise, after, {"milestones": [warm_up]}] if warm_up else [after]})
 
 
+def router_balance(key: str, value: Any, given: Given) -> Outcome:
+    """Megatron's load-balancing loss: moe_aux_loss_coeff, which moe_router_load_balancing_type switches on."""
+    section = key.rpartition(".")[0]
+    kind = given.get(f"{section}.moe_router_load_balancing_type") or "none"
+    if not key.endswith("moe_aux_loss_coeff"):
+        return no_effect("dpo.router_aux_loss_coef is the weight of the load-balancing loss.")
+    if not value or kind == "none":
+        return no_effect("Routers are trained without a load-balancing loss.")
+    if kind not in ("aux_loss", "seq_aux_loss", "global_aux_loss"):
+        return refused(
+            f"tandem has no load-balancing of type {kind}. Set {section}.moe_router_load_balancing_type=none."
+        )
+    note = (
+        "over the global batch" if kind == "global_aux_loss" else f"over the global batch; {kind} is over a part of it"
+    )
+    return translated({"dpo.router_aux_loss_coef": value}, note)
+
+
 RULES = {
     rule.__name__: rule
     for rule in (
@@ -128,5 +146,6 @@ RULES = {
         megatron_recomputation,
         megatron_betas,
         megatron_schedule,
+        router_balance,
     )
 }

@@ -1,7 +1,6 @@
 """Rules for TRL's configurations and scripts: the model, adapters and data."""
 
 from collections.abc import Mapping
-from math import sqrt
 from typing import Any
 
 from tandem.config.compat.records import Given, Outcome, no_effect, refused, translated
@@ -79,7 +78,7 @@ def peft_config(key: str, value: Any, given: Given) -> Outcome:
     if given.get("peft_config.r") is None:
         settings["policy.lora.dim"] = SCRIPT_LORA["r"]
     if given.get("peft_config.lora_alpha") is None:
-        settings["policy.lora.alpha"] = _scale(SCRIPT_LORA["lora_alpha"], "peft_config.", given)
+        settings["policy.lora.alpha"] = SCRIPT_LORA["lora_alpha"]
     return _with_layers(settings, given.get("peft_config.target_modules"))
 
 
@@ -87,31 +86,6 @@ def _with_layers(settings: dict[str, Any], layers: Any) -> Outcome:
     if layers is not None:
         return translated(settings)
     return translated({**settings, "policy.lora.target_modules": PEFT_LAYERS}, PEFT_LAYERS_NOTE)
-
-
-def lora_alpha(key: str, value: Any, given: Given) -> Outcome:
-    prefix = key.removesuffix("lora_alpha")
-    scaled = _scale(value, prefix, given)
-    return translated(
-        {"policy.lora.alpha": scaled}, "times the root of r, because of use_rslora" if scaled != value else None
-    )
-
-
-def rank_stabilised(key: str, value: Any, given: Given) -> Outcome:
-    """use_rslora scales by alpha / sqrt(r), which is a larger alpha of plain LoRA."""
-    if not value:
-        return no_effect("It is off.")
-    prefix = key.removesuffix("use_rslora")
-    default = SCRIPT_LORA["lora_alpha"] if prefix else 32
-    alpha = given.get(f"{prefix}lora_alpha")
-    return translated({"policy.lora.alpha": _scale(default if alpha is None else alpha, prefix, given)})
-
-
-def _scale(alpha: float, prefix: str, given: Given) -> float:
-    if not given.get(f"{prefix}use_rslora"):
-        return alpha
-    rank = given.get(f"{prefix}r") or given.get(f"{prefix}lora_r") or (SCRIPT_LORA["r"] if prefix else 16)
-    return alpha * sqrt(rank)
 
 
 def layers(key: str, value: Any, given: Given) -> Outcome:
@@ -217,6 +191,6 @@ def held_out(key: str, value: Any, given: Given) -> Outcome:
 
 
 RULES = (
-    *(data_type, reference_model, tokenizer, use_peft, peft_config, lora_alpha, rank_stabilised, layers),
+    *(data_type, reference_model, tokenizer, use_peft, peft_config, layers),
     *(dataset, mixture, script_dataset, held_out),
 )

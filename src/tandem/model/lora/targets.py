@@ -1,0 +1,163 @@
+"""Decides which linear layers of a model get adapters, before any weights load."""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from tandem.config.sections.policy import ALL_LINEAR, Lora
+from tandem.data.store.pool import WorkerDied, WorkerStalled, run_in_process
+from tandem.errors import ConfigError
+from tandem.model.files.source import ModelSource
+from tandem.model.lora.files import TrainedAdapter
+from tandem.terminal.printable import listed
+
+PATTERN_SECONDS, PATTERN_BYTES = 10.0, 2**30  # limits of matching a regular expression
+
+
+def linear_layers(model: Any) -> tuple[dict[str, nn.Linear], str | None]:
+    """Return two values: a dict from name to linear layer, which leaves out the head, and the name of the head."""
+    head = model.get_output_embeddings()
+    # A subclass that computes something else, as PhiMoE's router does, cannot have an adapter.
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    }
+    head_name = next((name for name, module in model.named_modules() if module is head), None)
+    return {name: module for name, module in linear.items() if module is not head}, head_name
+
+
+def selected_targets(
+    model: Any, source: ModelSource, lora: Lora, trained_in_full: Callable[[str], bool] = lambda _: False
+) -> list[str]:
+    """Return the full names of the layers that target_modules selects and exclude_modules does not exclude.
+
+    `trained_in_full`: tells by name whether a module is trained without an adapter. Such layers are left out of all-linear.
+    """
+    layers, head = linear_layers(model)
+    known = f"Its linear layers are {listed(sorted({name.rsplit('.', 1)[-1] for name in layers}))}."
+    selected = _select(lora.target_modules, list(layers), head, source, known=known)
+    for name in lora.exclude_modules:
+        if not any(ends_with(layer, name) for layer in (*layers, head or "")):
+            raise ConfigError(f"policy.lora.exclude_modules: {name} matches no linear layer of {source.name}. {known}")
+    if lora.target_modules == ALL_LINEAR:
+        selected = [layer for layer in selected if not trained_in_full(layer)]
+    remaining = [layer for layer in selected if not any(ends_with(layer, name) for name in lora.exclude_modules)]
+    if twice := next((layer for layer in remaining if trained_in_full(layer)), None):
+        raise ConfigError(
+            f"policy.lora.target_modules selects {twice}, which policy.lora.modules_to_save trains in full. Leave it out of one "
+            "of them."
+        )
+    if not remaining:
+        raise ConfigError(
+            "policy.lora.exclude_modules excludes every layer that policy.lora.target_modules selects, so nothing would be "
+            "trained. Exclude fewer."
+        )
+    return remaining
+
+
+def _select(
+    wanted: list[str] | str, layers: list[str], head: str | None, source: ModelSource, *, known: str
+) -> list[str]:
+    """Return the names in `layers` that `wanted` selects: all-linear, a list of name suffixes, or a regular expression.
+
+    `head`: the name of the head. `known`: a sentence that lists the linear layers, for messages.
+    """
+    if wanted == ALL_LINEAR:
+        return layers
+    names = layers if head is None else [*layers, head]
+    if isinstance(wanted, str):
+        found = {wanted: _match(wanted, names)}
+    else:
+        found = {pattern: {name for name in names if ends_with(name, pattern)} for pattern in wanted}
+    for pattern, selected in found.items():
+        if head in selected:
+            raise ConfigError(
+                f"policy.lora.target_modules: {pattern} selects {head}, the head, which cannot have an adapter: its weight is "
+                "used directly, so that logits need not be stored. Leave it out."
+            )
+        if not selected:
+            hint = (
+                " A regular expression must match full names; give short names as a list." if pattern is wanted else ""
+            )
+            raise ConfigError(
+                f"policy.lora.target_modules: {pattern} matches no linear layer of {source.name}. {known}{hint}"
+            )
+    return [layer for layer in layers if any(layer in selected for selected in found.values())]
+
+
+def adapter_targets(start: TrainedAdapter, model: Any, source: ModelSource, lora: Lora) -> list[str]:
+    """Return the names of the layers that a trained adapter adapts.
+
+    Raise ConfigError if the adapter does not fit the model or the configuration.
+    """
+    key = f"policy.lora.adapter = {start.name}"
+    changed = lora.changed()
+    for name, own in (("dim", start.dim), ("alpha", start.alpha)):
+        if name in changed and changed[name] != own:
+            raise ConfigError(
+                f"{key}: its {name} is {own:g}, but policy.lora.{name} = {changed[name]:g}. Leave out policy.lora.{name}."
+            )
+    if lora.use_rslora and not start.rslora:
+        raise ConfigError(
+            f"{key}: its scale is alpha / dim, but policy.lora.use_rslora = true. Leave out policy.lora.use_rslora."
+        )
+    layers, _ = linear_layers(model)
+    for module, sides in start.shapes.items():
+        if module not in layers:
+            raise ConfigError(
+                f"{key}: made for a different model: it adapts {module}, which is not a linear layer of {source.name}. Set "
+                "policy.model_name to the adapter's base model."
+            )
+        layer = layers[module]
+        expected = {"A": (start.dim, layer.in_features), "B": (layer.out_features, start.dim)}
+        for side in "AB":
+            if sides[side] != expected[side]:
+                raise ConfigError(
+                    f"{key}: made for a different model: the shape of {module}.lora_{side} is {list(sides[side])}, but "
+                    f"{source.name} needs {list(expected[side])}. Set policy.model_name to the adapter's base model."
+                )
+    if {"target_modules", "exclude_modules"} & changed.keys():
+        asked = selected_targets(model, source, lora)
+        if set(asked) != start.shapes.keys():
+            different = min(set(asked) ^ start.shapes.keys())
+            raise ConfigError(
+                f"{key}: its layers differ from those selected by policy.lora.target_modules, for example in {different}. Leave "
+                "out target_modules and exclude_modules."
+            )
+    return [name for name in layers if name in start.shapes]
+
+
+def ends_with(module: str, name: str) -> bool:
+    """Whether a module's name ends with the complete part `name`. model.layers.0.mlp.up_proj ends with up_proj, not with proj."""
+    return module == name or module.endswith(f".{name}")
+
+
+def _match(pattern: str, modules: list[str]) -> set[str]:
+    """Return the module names that a regular expression matches completely.
+
+    Runs in a separate process that can be killed, because some expressions never finish.
+    """
+    try:
+        return run_in_process(
+            lambda: {module for module in modules if re.fullmatch(pattern, module)}, PATTERN_SECONDS, PATTERN_BYTES
+        )
+    except (WorkerStalled, WorkerDied, MemoryError):
+        raise ConfigError(
+            f"policy.lora.target_modules: matching the regular expression {pattern} with the names of {len(modules)} layers "
+            f"takes more than {PATTERN_SECONDS:g} seconds. Give a simpler one, or a list of names."
+        ) from None
+
+
+def short_names(targets: Iterable[str], modules: list[str]) -> tuple[str, ...]:
+    """Return the last parts of the target names, each once, if they select the targets and no other module.
+
+    The targets layers.0.mlp.up_proj and layers.1.mlp.up_proj are returned as up_proj. If layers.2.mlp.up_proj is a module but
+    not a target, the full target names are returned.
+    """
+    targets = list(targets)
+    short = sorted({target.rsplit(".", 1)[-1] for target in targets})
+    matched = [module for module in modules if any(ends_with(module, name) for name in short)]
+    return tuple(short) if set(matched) == set(targets) else tuple(targets)
