@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from tandem.cli import main as cli
 from tandem.cli.app import LOADING_MESSAGE
 from tandem.config.load import load_config
-from tandem.data.store import opening as store_module
+from tandem.data.store import making as store_module
 from tandem.errors import TandemError
 from tandem.training.start.setup import set_up
 

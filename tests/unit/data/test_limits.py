@@ -18,7 +18,7 @@ from tandem.config.sections.datasets import Data, DatasetFields
 from tandem.data.read import limits, tables
 from tandem.data.read.limits import Expansion, format_bytes, is_nested_too_deep
 from tandem.data.read.sources import RowError, SourceRow, read_chunks, read_rows
-from tandem.data.store import opening
+from tandem.data.store import making
 from tandem.data.store.opening import open_store
 from tandem.data.text.template import Template
 from tandem.errors import DataError
@@ -302,7 +302,7 @@ def test_depth_is_counted_through_lists_and_objects():
 
 def test_all_rejects_are_counted_even_if_not_all_are_listed(tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(opening, "REJECTS_BYTES", 2_000)
+    monkeypatch.setattr(making, "REJECTS_BYTES", 2_000)
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(PAIR) + "\n" + "1\n" * 700)  # 1,450 bytes
     store = open_store(str(path), DatasetFields(), RAW, LENIENT, 100)

@@ -11,7 +11,7 @@ from letters import CHAT, EOS, ids, letter_tokenizer
 
 from tandem.config.sections.datasets import Data, DatasetFields
 from tandem.data.read import sources
-from tandem.data.store import opening as store_module
+from tandem.data.store import making as store_module
 from tandem.data.store.opening import open_store
 from tandem.data.store.token_store import Counts
 from tandem.data.text.template import Template

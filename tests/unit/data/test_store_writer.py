@@ -14,7 +14,7 @@ from patience import within
 
 from tandem.config.sections.datasets import Data, DatasetFields
 from tandem.data.read import sources
-from tandem.data.store import opening as store_module
+from tandem.data.store import making as store_module
 from tandem.data.store import pool as workers
 from tandem.data.store import processes
 from tandem.data.store import writer as store_writer
