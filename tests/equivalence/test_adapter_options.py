@@ -13,7 +13,7 @@ from running import SHORT, few_pairs, killed_after, largest_difference, metrics_
 from safetensors.torch import load_file
 
 from tandem.config.load import load_config
-from tandem.model.lora.layers import load_adapted
+from tandem.model.lora.adapters import load_adapted
 from tandem.training.start.setup import set_up
 
 CPU = torch.device("cpu")

@@ -14,7 +14,8 @@ from tandem.errors import ConfigError
 from tandem.model.files.source import ModelSource, find_source
 from tandem.model.files.tiny import tiny_model
 from tandem.model.lora import layers
-from tandem.model.lora.layers import load_adapted, plan_lora
+from tandem.model.lora.adapters import load_adapted
+from tandem.model.lora.layers import plan_lora
 from tandem.report.choices import describe_choices
 from tandem.training.memory import estimate_memory
 from tandem.training.start.setup import set_up
