@@ -133,7 +133,7 @@ def _start_and_threshold(history: History) -> tuple[float, float] | None:
 
 def _accuracy_flat(history: History) -> str | None:
     last = history.last
-    if (known := _start_and_threshold(history)) is None or abs(last["accuracy"] - known[0]) >= known[1]:
+    if (known := _start_and_threshold(history)) is None or _accuracy_changed(history):
         return None
     guess, error = known
     if guess + error > 1:
@@ -311,18 +311,40 @@ def _hardly_trained(history: History) -> str | None:
     rates = _rates(history)
     if not history.has_ended:
         return None
-    if rates and max(rates) < WARM_SHARE * rate:
-        return (
-            f"hardly anything was trained: in {_steps(history)} the learning rate never left its warm-up ({max(rates):.3g} at "
-            f"most, of {rate:g}). Train for more steps (dpo.max_num_epochs, or a smaller batch), or shorten the warm-up "
-            "(policy.scheduler)."
-        )
+    if rates and max(rates) < WARM_SHARE * rate and not _accuracy_changed(history):
+        return f"hardly anything was trained: in {_steps(history)} {_warm_up(rates, rate)}"
     if history.split == "train" and history.num_steps == 1:
         return (
             "the trained model was not measured: the only step is measured before its update. Train for more steps, and set "
             "data.validation_share."
         )
     return None
+
+
+def _warm_up_only(history: History) -> str | None:
+    rate = history.config.policy.optimizer.kwargs.lr
+    rates = _rates(history)
+    if not (history.has_ended and rates and max(rates) < WARM_SHARE * rate and _accuracy_changed(history)):
+        return None
+    before = 0.5 if history.starts_at_reference else history.first["accuracy"]
+    last = history.last
+    return (
+        f"accuracy {before:.2f} -> {last['accuracy']:.2f}, margin {last['rewards_margin_mean']:.3f}, although in "
+        f"{_steps(history)} {_warm_up(rates, rate)}"
+    )
+
+
+def _accuracy_changed(history: History) -> bool:
+    """Return whether the accuracy is known to differ significantly from that before training."""
+    known = _start_and_threshold(history)
+    return known is not None and abs(history.last["accuracy"] - known[0]) >= known[1]
+
+
+def _warm_up(rates: list[float], rate: float) -> str:
+    return (
+        f"the learning rate never left its warm-up ({max(rates):.3g} at most, of {rate:g}). Train for more steps "
+        "(dpo.max_num_epochs, or a smaller batch), or shorten the warm-up (policy.scheduler)."
+    )
 
 
 def _steps(history: History) -> str:
@@ -368,6 +390,7 @@ def _sound(history: History) -> str:
 
 RULES: dict[str, Callable[[History], str | None]] = {
     "hardly_trained": _hardly_trained,
+    "warm_up_only": _warm_up_only,
     "validation_overlap": _validation_overlap,
     "accuracy_flat": _accuracy_flat,
     "accuracy_reversed": _accuracy_reversed,
