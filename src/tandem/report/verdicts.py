@@ -307,12 +307,10 @@ def _untrained(history: History) -> str | None:
 
 
 def _hardly_trained(history: History) -> str | None:
-    rate = history.config.policy.optimizer.kwargs.lr
-    rates = _rates(history)
     if not history.has_ended:
         return None
-    if rates and max(rates) < WARM_SHARE * rate and not _accuracy_changed(history):
-        return f"hardly anything was trained: in {_steps(history)} {_warm_up(rates, rate)}"
+    if (warm_up := _warm_up(history)) and not _accuracy_changed(history):
+        return f"hardly anything was trained: {warm_up}"
     if history.split == "train" and history.num_steps == 1:
         return (
             "the trained model was not measured: the only step is measured before its update. Train for more steps, and set "
@@ -322,15 +320,11 @@ def _hardly_trained(history: History) -> str | None:
 
 
 def _warm_up_only(history: History) -> str | None:
-    rate = history.config.policy.optimizer.kwargs.lr
-    rates = _rates(history)
-    if not (history.has_ended and rates and max(rates) < WARM_SHARE * rate and _accuracy_changed(history)):
+    if not history.has_ended or (warm_up := _warm_up(history)) is None or not _accuracy_changed(history):
         return None
-    before = 0.5 if history.starts_at_reference else history.first["accuracy"]
-    last = history.last
+    before, last = 0.5 if history.starts_at_reference else history.first["accuracy"], history.last
     return (
-        f"accuracy {before:.2f} -> {last['accuracy']:.2f}, margin {last['rewards_margin_mean']:.3f}, although in "
-        f"{_steps(history)} {_warm_up(rates, rate)}"
+        f"accuracy {before:.2f} -> {last['accuracy']:.2f}, margin {last['rewards_margin_mean']:.3f}, although {warm_up}"
     )
 
 
@@ -340,10 +334,13 @@ def _accuracy_changed(history: History) -> bool:
     return known is not None and abs(history.last["accuracy"] - known[0]) >= known[1]
 
 
-def _warm_up(rates: list[float], rate: float) -> str:
+def _warm_up(history: History) -> str | None:
+    rate, rates = history.config.policy.optimizer.kwargs.lr, _rates(history)
+    if not rates or max(rates) >= WARM_SHARE * rate:
+        return None
     return (
-        f"the learning rate never left its warm-up ({max(rates):.3g} at most, of {rate:g}). Train for more steps "
-        "(dpo.max_num_epochs, or a smaller batch), or shorten the warm-up (policy.scheduler)."
+        f"in {_steps(history)} the learning rate never left its warm-up ({max(rates):.3g} at most, of {rate:g}). Train for "
+        "more steps (dpo.max_num_epochs, or a smaller batch), or shorten the warm-up (policy.scheduler)."
     )
 
 
