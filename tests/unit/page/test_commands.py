@@ -49,7 +49,7 @@ def test_several_runs_as_json(tmp_path):
 
 def test_what_is_not_a_run_is_refused(tmp_path):
     done = tandem("report", tmp_path / "none")
-    assert (done.returncode, done.stdout) == (4, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"tandem: error: {tmp_path}/none: there is no such directory. `tandem runs FOLDER` lists the runs in a folder.\n"
     )
