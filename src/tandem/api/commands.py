@@ -21,7 +21,6 @@ from tandem.generation.generate import generate as run_generate
 from tandem.generation.records import DEFAULT_MAX_NEW_TOKENS, EngineName, EngineSettings, make_sampling
 from tandem.report.reporter import Reporter, Verbosity
 
-
 FILE_ENDING = re.compile(r"\.[A-Za-z0-9]{1,8}\Z")
 SHOWN_CHARACTERS = 60  # of a text in a message
 Model = str | Path | TrainResult  # a TrainResult means its run
@@ -141,7 +140,8 @@ def export(
 ) -> Exported:
     """Export a checkpoint of a run as a model folder: `export(run, checkpoint="best").folder` loads in transformers.
 
-    run: a run (its directory or what `train` returned), or one of its checkpoints. checkpoint: best, latest or step_N; by default export.checkpoint of the run.
+    run: a run (its directory or what `train` returned), or one of its checkpoints.
+    checkpoint: best, latest or step_N; by default export.checkpoint of the run.
     dtype: of the weights. form: `adapter` or `merged`, for LoRA. out: the folder to write; by default RUN/exports/step_N.
     measured: whether to measure the export on the validation sets of the run.
     gguf: also write a GGUF file, with the converter of a checkout of llama_cpp.
@@ -174,7 +174,7 @@ def _name(model: Model) -> str:
 def _refuse_prompt_text(given: str) -> None:
     """Refuse a text that is a prompt: it matches no file, and looks neither like the name of a file nor of a hub dataset."""
     is_text = " " in given or "\n" in given or "/" not in given
-    if given == EMBEDDED or not is_text or FILE_ENDING.search(given) or glob(given):
+    if given == EMBEDDED or not is_text or FILE_ENDING.search(given) or glob(given):  # noqa: PTH207
         return
     shown = json.dumps(given if len(given) <= SHOWN_CHARACTERS else f"{given[:SHOWN_CHARACTERS]}…", ensure_ascii=False)
     raise DataError(f"prompts = {shown}: no such file. If it is a prompt, give a list: [{shown}].")

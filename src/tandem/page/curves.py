@@ -36,6 +36,7 @@ CHART_OF_VERDICT = {
 SEVERITY = {
     "sound": "good",
     "stopped_early": "info",
+    "exported_best": "info",
     "diverged": "bad",
     "only_hurt": "bad",
     "accuracy_reversed": "bad",
