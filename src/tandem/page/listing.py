@@ -9,7 +9,8 @@ from tandem.page.html import number, percent
 from tandem.page.sections import final_record, shown
 from tandem.runs import Run, accuracy_of, number_in
 
-COLUMNS = ["run", "status", "steps", "warnings", "result of", "accuracy", "95 % interval", "loss", "margin"]
+COLUMNS = ["run", "status", "steps", "!", "at", "accuracy", "95 % interval", "loss", "margin"]
+LEGEND = "!: how many verdicts are warnings; at: the step of the results"
 MAX_STRUCTURE_CHARACTERS = 60  # of a list or a mapping among the settings
 METRICS = ("loss", "accuracy", "rewards_margin_mean", "rewards_chosen_mean", "rewards_rejected_mean", "kl_per_token")
 
@@ -24,7 +25,7 @@ def list_row(run: Run) -> list[str]:
         run.status,
         f"{run.step:,}" if run.num_steps in (None, run.step) else f"{run.step:,}/{run.num_steps:,}",
         _num_warnings(run),
-        "-" if found is None else f"step {found[2]['step']:,}",
+        "-" if found is None else f"{found[2]['step']:,}",
         "-" if interval is None else percent(interval.share),
         "-" if interval is None else f"{percent(interval.low)} to {percent(interval.high)}",
         *(
