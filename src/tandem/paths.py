@@ -29,13 +29,15 @@ def check_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> No
 
 
 def check_resumed(run: Path) -> None:
-    """Raise a CheckpointError if the directory given to --resume is not a run."""
+    """Raise a CheckpointError if the directory given to --resume is not a run, and a ConfigError if it does not exist."""
     if is_checkpoint(run):
         raise CheckpointError(
             f"--resume {run}: a checkpoint, not a run. Give the run directory, and it resumes from its newest intact checkpoint: "
             f"--resume {run.resolve().parent.parent}"
         )
     refuse_links(run)
+    if not run.exists() and not (run.parent / "config.yaml").is_file():
+        raise ConfigError(f"--resume {run}: there is no such directory.")
     if not (run / "config.yaml").is_file():
         inside = (run.resolve().parent / "config.yaml").is_file()
         hint = f" Did you mean --resume {run.parent}?" if inside else ""

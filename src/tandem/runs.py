@@ -132,7 +132,7 @@ class Run:
 
 
 def open_run(path: str | Path) -> Run:
-    """Read a run. CheckpointError if the path is not a run's directory."""
+    """Read a run. CheckpointError if the path is not a run's directory, ConfigError if it does not exist."""
     folder = Path(path)
     refuse_other_than_run(folder)
     reader = _Reader(folder)
@@ -190,7 +190,7 @@ def refuse_other_than_run(folder: Path) -> None:
     if is_checkpoint(folder):
         raise CheckpointError(f"{folder}: a checkpoint, not a run. Name its run: {folder.resolve().parent.parent}")
     if not folder.exists():
-        raise CheckpointError(f"{folder}: there is no such directory. `tandem runs FOLDER` lists the runs in a folder.")
+        raise ConfigError(f"{folder}: there is no such directory. `tandem runs FOLDER` lists the runs in a folder.")
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: a file, not a run's directory.")
     if not (folder / "config.yaml").is_file():

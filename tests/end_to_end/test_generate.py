@@ -125,6 +125,15 @@ def test_a_server_answers_prompts_and_a_chat(tandem, prompts):
     )
 
 
+@pytest.mark.parametrize("line", ["Hi", "/nosuch"])
+def test_a_chat_from_a_pipe_ends_with_the_code_of_its_error(tandem, line):
+    options = ("--engine", "http", "--base-url", "http://127.0.0.1:9/v1", "--quiet")
+    code, printed, error = tandem("chat", "any", *options, stdin=f"{line}\n/help\n")
+    assert code == 2
+    assert printed.startswith("  /reset")  # the lines after it are still handled
+    assert error.startswith("error: ") and error.count("\n") == 1
+
+
 def test_vllm_answers_in_another_interpreter(tandem, tmp_path):
     python = stub_python(tmp_path / "environment")
     code, printed, _ = tandem(

@@ -101,11 +101,11 @@ def reread(command: str) -> LoadedConfig:
     return load_config(file, [word for word in words if word != "--config"])
 
 
-def assert_same_but_for_the_model(loaded: LoadedConfig, command: str) -> None:
+def assert_same_but_for_the_model(loaded: LoadedConfig, command: str, batch_size: int = 2) -> None:
     before, after = loaded.config.model_dump(), reread(command).config.model_dump()
     assert after["policy"].pop("model_name") == REAL_MODEL
     assert before["policy"].pop("model_name") == "embedded"
-    assert after["policy"].pop("train_global_batch_size") == 2  # for 24 pairs
+    assert after["policy"].pop("train_global_batch_size") == batch_size
     before["policy"].pop("train_global_batch_size")
     assert after["run"].pop("dir") is None
     before["run"].pop("dir")
@@ -114,16 +114,23 @@ def assert_same_but_for_the_model(loaded: LoadedConfig, command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("more", "batch_size"),
     [
-        [],
-        ["policy.train_global_batch_size=4", "policy.max_total_sequence_length=256", "dpo.preference_loss={dpo: 1}"],
-        ["policy.model_name=embedded", "run.dir=somewhere", "checkpointing.checkpoint_dir=elsewhere"],
+        ([], 2),  # suggested for 24 pairs
+        (
+            [
+                "policy.train_global_batch_size=4",
+                "policy.max_total_sequence_length=256",
+                "dpo.preference_loss={dpo: 1}",
+            ],
+            4,
+        ),
+        (["policy.model_name=embedded", "run.dir=somewhere", "checkpointing.checkpoint_dir=elsewhere"], 2),
     ],
 )
-def test_the_suggested_run_of_a_real_model_keeps_the_settings(tmp_path, more):
+def test_the_suggested_run_of_a_real_model_keeps_the_settings(tmp_path, more, batch_size):
     loaded = load_config(None, [own_pairs(tmp_path), *OWN_KEYS, *more])
-    assert_same_but_for_the_model(loaded, with_real_model(loaded, tmp_path / "run", 24))
+    assert_same_but_for_the_model(loaded, with_real_model(loaded, tmp_path / "run", 24), batch_size)
 
 
 def test_the_suggested_run_uses_the_configuration_file_but_another_directory(tmp_path):
@@ -152,19 +159,33 @@ def test_the_suggested_run_of_a_real_model_omits_settings_of_the_embedded_defaul
     assert reread(command).config.policy.optimizer.kwargs.lr == 5e-6
 
 
-@pytest.mark.parametrize("in_file", [True, False])
-def test_the_suggested_run_of_a_real_model_omits_a_learning_rate_and_batch_size_for_the_tiny_one(tmp_path, in_file):
-    toy = {"optimizer": {"kwargs": {"lr": 0.003}}, "train_global_batch_size": 2}
-    file = tmp_path / "toy.yaml"
-    file.write_text(json.dumps({"policy": toy}))
+@pytest.mark.parametrize("where", ["file", "overrides", "overrides of the embedded default"])
+def test_the_suggested_run_of_a_real_model_keeps_a_learning_rate_and_batch_size_of_the_user(tmp_path, where):
+    (tmp_path / "mine.yaml").write_text(
+        '{"policy": {"optimizer": {"kwargs": {"lr": 0.003}}, "train_global_batch_size": 2}}'
+    )
+    pairs = [] if where == "overrides of the embedded default" else [own_pairs(tmp_path)]
     overrides = ["policy.optimizer.kwargs.lr=0.003", "policy.train_global_batch_size=2"]
     loaded = (
-        load_config(str(file), [own_pairs(tmp_path)])
-        if in_file
-        else load_config(None, [own_pairs(tmp_path), *overrides])
+        load_config(str(tmp_path / "mine.yaml"), pairs) if where == "file" else load_config(None, [*pairs, *overrides])
     )
     policy = reread(with_real_model(loaded, tmp_path / "run", 600)).config.policy
-    assert (policy.optimizer.kwargs.lr, policy.train_global_batch_size) == (5e-6, 32)
+    assert (policy.optimizer.kwargs.lr, policy.train_global_batch_size) == (0.003, 2)
+
+
+def test_the_suggested_run_of_a_real_model_is_in_the_words_of_another_trainer(tmp_path):
+    file = tmp_path / "trl.yaml"
+    theirs = {"model_name_or_path": "gpt2", "learning_rate": 5e-7, "beta": 0.1, "per_device_train_batch_size": 4}
+    file.write_text(json.dumps({**theirs, "output_dir": "out"}))
+    loaded = load_config(str(file), ["model_name_or_path=embedded", "data.train=embedded", "output_dir=mine"])
+    command = with_real_model(loaded, tmp_path / "run", 370)
+    words = shlex.split(command)
+    assert words[words.index("train") :] == [
+        *("train", "--config", str(file), "data.train=embedded", "run.dir=null", f"model_name_or_path={REAL_MODEL}")
+    ]
+    config = reread(command).config
+    assert (config.policy.model_name, config.policy.optimizer.kwargs.lr, config.run.dir) == (REAL_MODEL, 5e-7, None)
+    assert config.policy.train_global_batch_size == loaded.config.policy.train_global_batch_size == 4
 
 
 def hub_cache(folder: Path) -> Path:

@@ -14,6 +14,7 @@ import torch
 
 import tandem
 from tandem.api.process import own_process
+from tandem.api.result import TrainResult
 from tandem.api.rows import store_rows, with_places
 from tandem.config.load import load_config
 from tandem.errors import CallbackError, ConfigError, DataError
@@ -250,3 +251,34 @@ def test_arguments_of_train_that_are_refused(arguments, message):
     with pytest.raises(ConfigError) as error:
         tandem.train(**arguments)
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("text", ["Hi there", "Hello", "Is 2/3 > 1/2?", "and\nso on"])
+def test_a_prompt_that_is_not_in_a_list_is_refused(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as error:
+        tandem.generate("embedded", text)
+    shown = json.dumps(text)
+    assert str(error.value) == f"prompts = {shown}: no such file. If it is a prompt, give a list: [{shown}]."
+
+
+@pytest.mark.parametrize("name", ["no.jsonl", "my file.txt", "./no"])
+def test_the_name_of_a_file_is_not_taken_for_a_prompt(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="no such file or folder"):
+        tandem.generate("embedded", name)
+
+
+def test_what_train_returned_stands_for_its_run(tmp_path):
+    result = TrainResult(
+        run_dir=tmp_path / "gone", model=None, checkpoints=(), metrics=[], verdicts=(), best_step=None, last_step=1
+    )
+    for call, place in (
+        (lambda: tandem.export(result), ""),
+        (lambda: tandem.evaluate(result, "embedded"), "MODEL = "),
+        (lambda: tandem.evaluate("embedded", "embedded", against=result), "--against = "),
+        (lambda: tandem.generate(result, ["Hi"]), "MODEL "),
+    ):
+        with pytest.raises(ConfigError) as error:
+            call()
+        assert str(error.value).startswith(f"{place}{result.run_dir}: ")

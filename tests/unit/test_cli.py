@@ -333,10 +333,18 @@ def test_resume_refuses_a_folder_that_is_not_a_run(monkeypatch, capsys, tmp_path
 
 def test_resume_refuses_a_missing_directory(monkeypatch, capsys, tmp_path):
     assert run_here(monkeypatch, capsys, "train", "--resume", f"{tmp_path}/nosuch") == (
-        4,
+        2,
         "",
         f"tandem: error: --resume {tmp_path}/nosuch: there is no such directory.\n",
     )
+
+
+@pytest.mark.parametrize("command", ["runs", "watch", "report", "export", "eval", "generate", "chat"])
+def test_every_command_ends_with_the_same_code_if_a_directory_does_not_exist(monkeypatch, capsys, tmp_path, command):
+    more = {"eval": ["embedded"], "generate": ["--prompt", "Hi"]}.get(command, [])
+    code, _, error = run_here(monkeypatch, capsys, command, f"{tmp_path}/runs/nothing", *more)
+    assert code == 2
+    assert "no such" in error
 
 
 @pytest.mark.parametrize("inside", ["checkpoints", "model"])

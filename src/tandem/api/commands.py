@@ -1,11 +1,17 @@
 """`tandem.evaluate`, `tandem.generate` and `tandem.export`: what the commands of the same names do, for Python."""
 
+import json
+import re
 from collections.abc import Collection, Sequence
+from glob import glob
 from pathlib import Path
 from typing import Any, Literal
 
 from tandem.api.process import own_process
+from tandem.api.result import TrainResult
 from tandem.api.rows import Rows, store_rows
+from tandem.config.sections.section import EMBEDDED
+from tandem.errors import DataError
 from tandem.evaluation.records import Evaluation
 from tandem.exporting.checkpoint import Exported
 from tandem.exporting.checkpoint import export as run_export
@@ -15,14 +21,18 @@ from tandem.generation.generate import generate as run_generate
 from tandem.generation.records import DEFAULT_MAX_NEW_TOKENS, EngineName, EngineSettings, make_sampling
 from tandem.report.reporter import Reporter, Verbosity
 
+FILE_ENDING = re.compile(r"\.[A-Za-z0-9]{1,8}\Z")
+SHOWN_CHARACTERS = 60  # of a text in a message
+Model = str | Path | TrainResult  # a TrainResult means its run
+
 
 def evaluate(
-    model: str | Path,
+    model: Model,
     data: str | Path | Sequence[str | Path] = (),
     *,
     rows: Rows | None = None,
-    reference: str | Path | None = None,
-    against: str | Path | None = None,
+    reference: Model | None = None,
+    against: Model | None = None,
     beta: float | None = None,
     by: str | None = None,
     per_pair: str | Path | None = None,
@@ -35,7 +45,8 @@ def evaluate(
 ) -> Evaluation:
     """Measure how well a model orders preference pairs: `evaluate(run).total.accuracy` has a value and its interval.
 
-    model: a model folder or hub name, `embedded`, or a run directory, which means its exported model with its own reference.
+    model: a model folder or hub name, `embedded`, or a run (its directory or what `train` returned),
+    which means its exported model with its own reference.
     data: one or more files of pairs; for a run, its validation sets by default. rows: pairs as dicts, in addition.
     reference: the model that implicit rewards compare with. Without one, a model is measured by its log-probabilities only.
     against: another model or run, measured on the same pairs.
@@ -52,10 +63,10 @@ def evaluate(
     files += [str(store_rows("rows", rows))] if rows is not None else []
     with own_process("tandem.evaluate"):
         return run_evaluate(
-            str(model),
+            _name(model),
             files,
-            reference=None if reference is None else str(reference),
-            against=None if against is None else str(against),
+            reference=None if reference is None else _name(reference),
+            against=None if against is None else _name(against),
             beta=beta,
             by=by,
             per_pair=None if per_pair is None else Path(per_pair),
@@ -69,10 +80,10 @@ def evaluate(
 
 
 def generate(
-    model: str | Path,
+    model: Model,
     prompts: str | Path | Sequence[Any],
     *,
-    compare: str | Path | None = None,
+    compare: Model | None = None,
     num_samples: int = 1,
     temperature: float | None = None,
     top_p: float | None = None,
@@ -84,22 +95,25 @@ def generate(
 ) -> Generation:
     """Generate completions: `generate(run, ["Hello"]).records[0]["completions"][0]["completion"]` is a text.
 
-    model: a model folder, a hub name, `embedded`, or a run directory, which means its exported model.
+    model: a model folder, a hub name, `embedded`, or a run (its directory or what `train` returned), which means its
+    exported model.
     prompts: a list of texts and lists of messages, or the path of a file (JSONL, CSV, Parquet, .txt, preference data).
     compare: another model that gets the same prompts.
     num_samples: completions per prompt. temperature: sample with it; None is greedy. top_p, seed: of sampling.
     max_new_tokens: the longest completion. engine: transformers, vllm or http, or its settings (EngineSettings).
     out: a JSONL file to write instead of returning `records`; the same call continues an incomplete one.
     """
+    if isinstance(prompts, str):
+        _refuse_prompt_text(prompts)
     sampling = make_sampling(
         num_samples=num_samples, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed
     )
     settings = engine if isinstance(engine, EngineSettings) else EngineSettings(name=engine)
     with own_process("tandem.generate"):
         return run_generate(
-            str(model),
+            _name(model),
             prompts,
-            compare=None if compare is None else str(compare),
+            compare=None if compare is None else _name(compare),
             sampling=sampling,
             engine=settings,
             out=out,
@@ -108,7 +122,7 @@ def generate(
 
 
 def export(
-    run: str | Path,
+    run: Model,
     *,
     checkpoint: Literal["best", "latest"] | str | None = None,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None,
@@ -126,7 +140,8 @@ def export(
 ) -> Exported:
     """Export a checkpoint of a run as a model folder: `export(run, checkpoint="best").folder` loads in transformers.
 
-    run: a run directory, or one of its checkpoints. checkpoint: best, latest or step_N; by default export.checkpoint of the run.
+    run: a run (its directory or what `train` returned), or one of its checkpoints.
+    checkpoint: best, latest or step_N; by default export.checkpoint of the run.
     dtype: of the weights. form: `adapter` or `merged`, for LoRA. out: the folder to write; by default RUN/exports/step_N.
     measured: whether to measure the export on the validation sets of the run.
     gguf: also write a GGUF file, with the converter of a checkout of llama_cpp.
@@ -135,7 +150,7 @@ def export(
     """
     with own_process("tandem.export"):
         return run_export(
-            run,
+            _name(run),
             reporter=Reporter(verbosity),
             checkpoint=checkpoint,
             dtype=dtype,
@@ -150,3 +165,16 @@ def export(
             allow_env=allow_env,
             allow_code=allow_code,
         )
+
+
+def _name(model: Model) -> str:
+    return str(model.run_dir if isinstance(model, TrainResult) else model)
+
+
+def _refuse_prompt_text(given: str) -> None:
+    """Refuse a text that is a prompt: it matches no file, and looks neither like the name of a file nor of a hub dataset."""
+    is_text = " " in given or "\n" in given or "/" not in given
+    if given == EMBEDDED or not is_text or FILE_ENDING.search(given) or glob(given):  # noqa: PTH207
+        return
+    shown = json.dumps(given if len(given) <= SHOWN_CHARACTERS else f"{given[:SHOWN_CHARACTERS]}…", ensure_ascii=False)
+    raise DataError(f"prompts = {shown}: no such file. If it is a prompt, give a list: [{shown}].")

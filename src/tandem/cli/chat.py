@@ -62,7 +62,10 @@ def chat(
             how = "greedy" if sampling.is_greedy else f"temperature {sampling.temperature:g}"
             names = " and ".join(one.name for one in models)
             print(f"{names}, {how}, up to {max_new_tokens} tokens. /help lists commands.", file=sys.stderr)
-        talk = Chat(loaded, SafeConsole(), write_at_once)
+        talk = Chat(loaded, SafeConsole(), write_at_once, lambda text: print(text, end="", file=sys.stderr, flush=True))
         for line in read_lines(sys.stdin):
             if not talk.handle(line):
                 break
+    # On a terminal the user saw the error and continued.
+    if talk.exit_code and not sys.stdin.isatty():
+        raise typer.Exit(talk.exit_code)

@@ -18,7 +18,7 @@ def show_runs(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the table.")] = False,
 ) -> None:
     """List runs with their results and changed settings."""
-    from tandem.page.listing import COLUMNS, changed_keys, list_row
+    from tandem.page.listing import COLUMNS, LEGEND, changed_keys, list_row
     from tandem.page.listing import as_json as run_as_json
     from tandem.report.reporter import Reporter
     from tandem.runs import list_runs, list_sweeps
@@ -34,6 +34,7 @@ def show_runs(
         table.say("\n".join(sweeps) or f"{folder}: no runs. `tandem train` starts one.")
         return
     table.table(COLUMNS, [list_row(run) for run in runs])
+    reporter.say(LEGEND)
     reporter.say("\nSettings other than the defaults" if len(runs) == 1 else "\nSettings in which they differ")
     for run, keys in zip(runs, changed_keys(runs), strict=True):
         reporter.say(f"  {run.name}: {', '.join(keys) or 'none'}", hang=4)

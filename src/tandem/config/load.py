@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import reduce
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from tandem.config.source.script import is_script, read_script
 from tandem.config.source.yaml_text import to_yaml
 from tandem.config.validation import GIVEN_BY_USER, flatten, origin_of, validate
 from tandem.errors import ConfigError, one_line
+from tandem.terminal.commands import key_of
 from tandem.terminal.commands import override as override_text
 from tandem.terminal.printable import SECRETS, Secrets
 
@@ -81,6 +83,18 @@ class LoadedConfig:
         """The arguments of a command that reads the same configuration, except the overrides."""
         file = [] if self.file is None else ["--config", self.file, *self.options]
         return [*file, *([] if self.from_format is None else ["--from-format", self.from_format])]
+
+    def keys_set_by(self, override: str) -> set[str]:
+        """Return the keys of tandem that an override sets. Its own key may be that of another trainer."""
+        key = key_of(override)
+        rows = self.translation.rows if self.translation is not None else ()
+        return next((set(row.outcome.settings) for row in rows if row.key == key and row.outcome.settings), {key})
+
+    def is_set_by_user(self, key: str) -> bool:
+        """Whether a file or an override sets the key, and not only the embedded default."""
+        *sections, name = key.split(".")
+        section = reduce(getattr, sections, self.config)
+        return name in section.model_fields_set and origin_of(key, self.origins) != EMBEDDED_DEFAULT
 
     def with_overrides(self, overrides: Overrides) -> "LoadedConfig":
         """Load the same file with other overrides."""

@@ -10,7 +10,7 @@ from tandem.evaluation.intervals import FloatArray, IntArray, difference_estimat
 from tandem.evaluation.records import Comparison, Difference, DifferingPair
 from tandem.evaluation.summary import PairResults
 
-SHOWN_PAIRS = 20
+LISTED_PAIRS = 20
 
 PairKey = tuple[int, str, int, int]  # set, place, winner, loser
 
@@ -43,7 +43,7 @@ def compare(name: str, model: PairResults, other: PairResults) -> Comparison:
     ordered = np.lexsort((-np.abs(moved), -np.abs(changes)))
     pairs = tuple(
         DifferingPair(*own_keys[own[at]][1:], float(margins[0][own[at]]), float(margins[1][theirs[at]]))
-        for at in ordered[: min(SHOWN_PAIRS, int((changes != 0).sum()))]
+        for at in ordered[: min(LISTED_PAIRS, int((changes != 0).sum()))]
     )
     return Comparison(
         against=name,

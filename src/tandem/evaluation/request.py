@@ -15,7 +15,7 @@ from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.config.sections.section import EMBEDDED
 from tandem.embedded.files import VALIDATION
 from tandem.errors import CheckpointError, ConfigError
-from tandem.model.files.source import check_path
+from tandem.model.files.source import check_path, refuse_missing_model
 from tandem.paths import check_data
 from tandem.report.per_pair import check_per_pair
 from tandem.storage.cache import is_checkpoint, is_run
@@ -190,6 +190,8 @@ def named_model(key: str, name: str, policy: PolicyConfig) -> ModelRequest:
         return ModelRequest(name=name, key=key, policy=plain.model_copy(update={"model_name": base, "lora": adapted}))
     if not folder.is_dir() and folder.exists():
         raise ConfigError(f"{key} = {name}: a file, not a model folder or a run. Give the folder.")
+    if not folder.exists():
+        refuse_missing_model(f"{key} = {name}", name)
     check_path(key, name)
     return ModelRequest(name=name, key=key, policy=plain)
 

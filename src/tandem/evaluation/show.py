@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.cells import cell_len
 from rich.text import Text
 
+from tandem.evaluation.compare import LISTED_PAIRS
 from tandem.evaluation.intervals import Estimate
 from tandem.evaluation.records import Benchmark, Comparison, Evaluation, Group
 from tandem.terminal.console import SafeConsole
@@ -14,7 +15,7 @@ from tandem.terminal.text import table, wrap
 
 WIDTH = 80
 NAME_CELLS = 28  # of a group's name
-SHOWN_PAIRS = 5
+SHOWN_PAIRS = 5  # of those that a comparison lists
 FEW_PROMPTS = 30
 METRICS = {
     "accuracy": "reward accuracy",
@@ -173,9 +174,14 @@ def _show_comparison(model: str, found: Comparison, printer: _Printer) -> None:
         ]
         for pair in found.pairs[:SHOWN_PAIRS]
     ]
-    printer.table(
-        f"Pairs that they order differently by {names[found.metric]}", ["of", "pair", "margin A", "margin B"], rows
-    )
+    heading = f"Pairs that they order differently by {names[found.metric]}{_shown_of(found, len(rows))}"
+    printer.table(heading, ["of", "pair", "margin A", "margin B"], rows)
+
+
+def _shown_of(found: Comparison, num_shown: int) -> str:
+    """Return text that says how many of the pairs are listed, and how to see more of them."""
+    num = next(one.num_better + one.num_worse for one in found.differences if one.metric == found.metric)
+    return f": {num_shown} of {num:,} (--json lists up to {LISTED_PAIRS})" if num > num_shown else ""
 
 
 def _show_harness(found: Evaluation, printer: _Printer) -> None:

@@ -105,9 +105,14 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 def _config_file(given: Path) -> Path:
     """Return the path of the run's config.yaml. For a checkpoint outside of a run, return the copy in the checkpoint."""
+    if not given.exists():
+        raise ConfigError(
+            f"{given}: there is no such directory. Give the directory of a run, or one of its checkpoints."
+        )
     if not given.is_dir():
-        what = "a file, not a directory" if given.exists() else "there is no such directory"
-        raise CheckpointError(f"{given}: {what}. Give the directory of a run, or one of its checkpoints.")
+        raise CheckpointError(
+            f"{given}: a file, not a directory. Give the directory of a run, or one of its checkpoints."
+        )
     if is_checkpoint(given):
         run = _run_of(real_path(given))
         return (run or given) / "config.yaml"

@@ -14,7 +14,7 @@ from tandem.data.formats.preference import Message
 from tandem.errors import ConfigError, DataError, TandemError
 from tandem.generation.generate import Named, Opened, opened
 from tandem.generation.records import Engine, EngineSettings, Prompt, Sampling, as_dicts
-from tandem.generation.show import show_answers
+from tandem.generation.show import STOPPED, ending_mark, show_answers, shown_completion
 
 COMMANDS = {
     "/reset": "start a new conversation; the system message stays",
@@ -59,9 +59,16 @@ def speakers(models: Sequence[Named], sampling: Sampling, engine: EngineSettings
 class Chat:
     """Sends lines to the speakers and shows their answers. Lines that begin with / are commands."""
 
-    def __init__(self, speakers: Sequence[Speaker], console: Console, write: Callable[[str], None]):
-        self._speakers, self._console, self._write = speakers, console, write
+    def __init__(
+        self,
+        speakers: Sequence[Speaker],
+        console: Console,
+        write: Callable[[str], None],
+        write_error: Callable[[str], None],
+    ):
+        self._speakers, self._console, self._write, self._write_error = speakers, console, write, write_error
         self._system: str | None = None
+        self.exit_code = 0  # of the first turn or command that failed
 
     def handle(self, line: str) -> bool:
         """Answer a line, or obey a command. Returns False if the chat ends."""
@@ -72,7 +79,7 @@ class Chat:
             if line.strip():
                 self._ask(line.strip())
         except TandemError as error:
-            self._say(f"error: {error}")
+            self._report(error)
         except KeyboardInterrupt:  # before or after an answer, for instance while the conversation is rendered
             self._say("[stopped]")
         return True
@@ -95,7 +102,7 @@ class Chat:
             for command, meaning in COMMANDS.items():
                 self._say(f"  {command:<13} {meaning}")
         else:
-            self._say(f"error: {name} is not a command. /help lists them; to send this line, begin it with a space.")
+            raise ConfigError(f"{name} is not a command. /help lists them; to send this line, begin it with a space.")
         return True
 
     def _undo(self) -> None:
@@ -128,16 +135,17 @@ class Chat:
 
     def _ask(self, text: str) -> None:
         """Send a question to every speaker. If one cannot answer, nobody's conversation changes."""
-        answers: dict[str, str] = {}
+        answers: dict[str, tuple[str, str]] = {}
         for speaker in self._speakers:
             answers[speaker.name] = self._answer(speaker, text)
         if len(self._speakers) > 1:
-            show_answers({name: [answer] for name, answer in answers.items()}, self._console)
+            texts = {name: [shown_completion(answer, end)] for name, (answer, end) in answers.items()}
+            show_answers(texts, self._console)
         for speaker in self._speakers:
-            speaker.turns += [Message("user", text), Message("assistant", answers[speaker.name])]
+            speaker.turns += [Message("user", text), Message("assistant", answers[speaker.name][0])]
 
-    def _answer(self, speaker: Speaker, text: str) -> str:
-        """The answer of a speaker, shown while it is generated if nobody else answers. Ctrl-C ends it early."""
+    def _answer(self, speaker: Speaker, text: str) -> tuple[str, str]:
+        """The answer of a speaker and how it ended, shown while it is generated if nobody else answers. Ctrl-C ends it early."""
         turns = (*self._messages(speaker), Message("user", text))
         prompt = Prompt(0, "this conversation", turns)
         one = Sampling(num_samples=1)
@@ -152,15 +160,17 @@ class Chat:
             if len(self._speakers) == 1:
                 self._write(piece)
 
-        stopped = ""
         try:
-            finish = speaker.engine.stream(request, write).finish
-            stopped = " [cut at the limit]" if finish == "length" else ""
+            finish: str = speaker.engine.stream(request, write).finish
         except KeyboardInterrupt:
-            stopped = " [stopped]"
+            finish = STOPPED
         if len(self._speakers) == 1:
-            self._write(f"{stopped}\n")
-        return "".join(pieces)
+            self._write(f"{ending_mark(finish)}\n")
+        return "".join(pieces), finish
+
+    def _report(self, error: TandemError) -> None:
+        self._write_error(f"error: {error}\n")
+        self.exit_code = self.exit_code or error.exit_code
 
     def _say(self, text: str) -> None:
         self._write(f"{text}\n")

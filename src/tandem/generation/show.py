@@ -15,6 +15,7 @@ from tandem.terminal.text import wrap
 
 SIDE_BY_SIDE_CELLS = 80  # narrower terminals show the models one below the other
 QUESTION_CHARACTERS = 300
+STOPPED = "stopped"  # by Ctrl-C; other ends of an answer are those of engines
 
 
 def show_records(generation: Generation, prompts: Sequence[Prompt], console: Console) -> None:
@@ -27,7 +28,7 @@ def show_records(generation: Generation, prompts: Sequence[Prompt], console: Con
         _print(console, f"{place}{_question(prompt)}", "bold")
         records = [by_prompt[prompt.index][model] for model in generation.models]
         texts = {
-            model: [_completion(one) for one in record["completions"]]
+            model: [shown_completion(one["completion"], one["finish"]) for one in record["completions"]]
             for model, record in zip(generation.models, records, strict=True)
         }
         show_answers(texts, console)
@@ -89,10 +90,13 @@ def _ending(reason: str) -> str:
     return {"stop": "ended by the model", "length": "cut at the limit"}.get(reason, reason)
 
 
-def _completion(one: Mapping[str, Any]) -> str:
-    text = one["completion"]
-    shown = text.strip() or ("(white space)" if text else "(empty)")
-    return f"{shown} [cut at the limit]" if one["finish"] == "length" else shown
+def shown_completion(text: str, finish: str) -> str:
+    """A completion as it is shown: without white space around it, and with a mark if the model did not end it."""
+    return (text.strip() or ("(white space)" if text else "(empty)")) + ending_mark(finish)
+
+
+def ending_mark(finish: str) -> str:
+    return {"length": " [cut at the limit]", STOPPED: " [stopped]"}.get(finish, "")
 
 
 def _question(prompt: Prompt) -> str:

@@ -17,7 +17,13 @@ from tandem.data.text.tokenizer import load_tokenizer
 from tandem.errors import ConfigError
 from tandem.exporting.cached import export_checkpoint
 from tandem.model.files.folder import read_json
-from tandem.model.files.source import ModelSource, checkpoint_export, find_source, weights_fingerprint
+from tandem.model.files.source import (
+    ModelSource,
+    checkpoint_export,
+    find_source,
+    refuse_missing_model,
+    weights_fingerprint,
+)
 from tandem.storage.cache import content_of, fingerprint, is_checkpoint, is_export
 from tandem.terminal.commands import tandem_command
 
@@ -62,7 +68,7 @@ def find_target(option: str, name: str) -> Target:
     """
     folder = Path(name)
     if name == EMBEDDED or not folder.exists():
-        _refuse_missing_folder(option, name)
+        refuse_missing_model(f"{option} {name}", name)
         return Target(name, name)
     if not folder.is_dir():
         raise ConfigError(
@@ -104,13 +110,6 @@ def in_words_of_options(message: str) -> str:
     """A message about a configuration key, about the option of this command that sets the same."""
     key, option = "policy.tokenizer.chat_template", "--chat-template"
     return message.replace(f"{key} = ", f"{option} ").replace(f"{key}=", f"{option} ")
-
-
-def _refuse_missing_folder(option: str, name: str) -> None:
-    """Refuse a path that does not exist. Any name that may be on the hub is accepted: runs/x is a path if there is runs/."""
-    looks_local = name.startswith(("/", "./", "../", "~")) or ("/" in name and Path(name).parent.is_dir())
-    if name != EMBEDDED and (looks_local or name.count("/") > 1):
-        raise ConfigError(f"{option} {name}: no such directory. Give a model folder, a hub name, or a run directory.")
 
 
 def _run_target(option: str, name: str, run: Path) -> Target:

@@ -22,6 +22,7 @@ NUM_COLOURS = 8
 # Where each verdict is shown: the chart that it speaks of.
 CHART_OF_VERDICT = {
     "hardly_trained": "loss",
+    "warm_up_only": "accuracy",
     "accuracy_flat": "accuracy",
     "accuracy_reversed": "accuracy",
     "chosen_falling": "rewards",
@@ -35,6 +36,7 @@ CHART_OF_VERDICT = {
 SEVERITY = {
     "sound": "good",
     "stopped_early": "info",
+    "exported_best": "info",
     "diverged": "bad",
     "only_hurt": "bad",
     "accuracy_reversed": "bad",

@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from tandem.page.comparison import differing_keys
+from tandem.page.curves import SEVERITY
 from tandem.page.html import number, percent
 from tandem.page.sections import final_record, shown
 from tandem.runs import Run, accuracy_of, number_in
 
-COLUMNS = ["run", "status", "steps", "accuracy", "95 % interval", "loss", "margin"]
+COLUMNS = ["run", "status", "steps", "!", "at", "accuracy", "95 % interval", "loss", "margin"]
+LEGEND = "!: how many verdicts are warnings; at: the step of the results"
+MAX_STRUCTURE_CHARACTERS = 60  # of a list or a mapping among the settings
 METRICS = ("loss", "accuracy", "rewards_margin_mean", "rewards_chosen_mean", "rewards_rejected_mean", "kl_per_token")
 
 
@@ -21,6 +24,8 @@ def list_row(run: Run) -> list[str]:
         run.name,
         run.status,
         f"{run.step:,}" if run.num_steps in (None, run.step) else f"{run.step:,}/{run.num_steps:,}",
+        _num_warnings(run),
+        "-" if found is None else f"{found[2]['step']:,}",
         "-" if interval is None else percent(interval.share),
         "-" if interval is None else f"{percent(interval.low)} to {percent(interval.high)}",
         *(
@@ -33,7 +38,19 @@ def list_row(run: Run) -> list[str]:
 def changed_keys(runs: Sequence[Run]) -> list[list[str]]:
     """Of a single run, its changed keys as key=value; of several, the keys in which they differ."""
     keys = differing_keys(runs) if len(runs) > 1 else runs[0].changed
-    return [[f"{key}={shown(run.config.get(key))}" for key in keys] for run in runs]
+    return [[f"{key}={_shortened(run.config.get(key))}" for key in keys] for run in runs]
+
+
+def _num_warnings(run: Run) -> str:
+    """The number of verdicts that name a problem; of a run without verdicts, which has not ended, a dash."""
+    num = sum(SEVERITY.get(verdict.name, "warn") not in ("good", "info") for verdict in run.verdicts)
+    return str(num) if run.verdicts else "-"
+
+
+def _shortened(value: Any) -> str:
+    text = shown(value)
+    is_long = isinstance(value, dict | list) and len(text) > MAX_STRUCTURE_CHARACTERS
+    return f"{text[: MAX_STRUCTURE_CHARACTERS - 1]}…" if is_long else text
 
 
 def as_json(run: Run) -> dict[str, Any]:

@@ -10,12 +10,10 @@ from tandem.model.load import empty_model
 from tandem.planning.cards import check_price
 from tandem.planning.estimate import Outline, find_target, outline
 from tandem.planning.records import DiskNeed, RunEstimate, Suggestion
-from tandem.planning.speed import ModelSize, Range, size_of
-from tandem.planning.suggestions import suggest
+from tandem.planning.speed import ModelSize, size_of
+from tandem.planning.suggestions import Planner, suggest
 from tandem.storage.cache import free_bytes
 from tandem.training.start.setup import Inputs, check_model, open_inputs
-
-HOUR = 3600
 
 
 def plan(
@@ -36,11 +34,7 @@ def plan(
     found = outline(inputs, target, size)
     suggestions: tuple[Suggestion, ...] = ()
     if found.memory.verdict != "fits":
-        suggestions = suggest(loaded, inputs, target, size, bar)
-    cost = None
-    if found.time is not None and price_per_hour is not None:
-        total = found.time.total
-        cost = Range(total.low / HOUR * price_per_hour, total.high / HOUR * price_per_hour)
+        suggestions = suggest(Planner(loaded, inputs, size, price_per_hour), target, bar)
     lora = found.machine.lora
     return RunEstimate(
         model=config.policy.model_name,
@@ -55,7 +49,7 @@ def plan(
         time=found.time,
         no_time=found.no_time,
         price_per_hour=price_per_hour,
-        cost=cost,
+        cost=None if found.time is None else found.time.cost(price_per_hour),
         disk=_disk_need(inputs, found, size, is_here=target.is_here),
         suggestions=suggestions,
     )

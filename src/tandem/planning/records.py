@@ -6,6 +6,7 @@ from typing import Any, Literal
 from tandem.planning.cards import Card
 from tandem.planning.speed import Range
 
+HOUR = 3600
 Verdict = Literal["fits", "tight", "does not fit"]
 
 
@@ -60,6 +61,12 @@ class TimeNeed:
     def total(self) -> Range:
         return self.start + self.reference + self.training + self.validation
 
+    def cost(self, price_per_hour: float | None) -> Range | None:
+        """The cost of the run, in the currency of the price; None without a price."""
+        if price_per_hour is None:
+            return None
+        return Range(self.total.low / HOUR * price_per_hour, self.total.high / HOUR * price_per_hour)
+
 
 @dataclass(frozen=True, slots=True)
 class DiskNeed:
@@ -84,6 +91,7 @@ class Suggestion:
     command: str  # runs as printed
     memory: MemoryNeed
     time: TimeNeed | None
+    cost: Range | None = None  # on the card that was planned for; the price of another card is not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ def show(found: RunEstimate, reporter: Reporter) -> None:
     reporter.say("\nWith each of these changes it fits:")
     for one in found.suggestions:
         time = "" if one.time is None else f", {duration(one.time.total)}"
-        reporter.say(f"- {one.change}: {gib(one.memory.total)} of {gib(one.memory.available)} GiB{time}", hang=2)
+        cost = "" if one.cost is None else f", cost {_money(one.cost)}"
+        reporter.say(f"- {one.change}: {gib(one.memory.total)} of {gib(one.memory.available)} GiB{time}{cost}", hang=2)
         reporter.command(one.command)
 
 
@@ -78,7 +79,7 @@ def _time(found: RunEstimate) -> list[tuple[str, str]]:
     rows = [("time", f"{duration(time.total)}: {_time_parts(time)}")]
     rows.append(("speed", f"about {time.pairs_per_second:,.3g} pairs per second in training"))
     if found.cost is not None:
-        rows.append(("cost", f"{found.cost.low:,.2f} to {found.cost.high:,.2f}, at {found.price_per_hour:g} per hour"))
+        rows.append(("cost", f"{_money(found.cost)}, at {found.price_per_hour:g} per hour"))
     return rows
 
 
@@ -95,6 +96,10 @@ def _disk(found: RunEstimate) -> list[tuple[str, str]]:
         return [("disk", text)]
     enough = "" if disk.free >= disk.total else ": not enough. Free some space, or set run.dir to another disk"
     return [("disk", f"{text}; {gib(disk.free)} GiB are free{enough}")]
+
+
+def _money(cost: Range) -> str:
+    return f"{cost.low:,.2f} to {cost.high:,.2f}"
 
 
 def duration(range: Range) -> str:

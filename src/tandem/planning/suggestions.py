@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tandem.config.load import LoadedConfig
+from tandem.config.sections.policy import Policy
 from tandem.data.store.sets import ProgressBar
 from tandem.errors import TandemError
 from tandem.planning.cards import larger_cards
@@ -20,6 +21,8 @@ CHECKPOINTING = "policy.activation_checkpointing"
 STATES = {"policy.optimizer.state_dtype": "int8"}
 WEIGHTS = {"policy.weights": "bfloat16_stochastic"}
 LORA = {"policy.lora.enabled": True}
+LORA_RATE_FACTOR = 10  # adapters take 10 to 100 times the learning rate of full training (docs/lora.md)
+RATE_KEY = "policy.optimizer.kwargs.lr"
 QUANTIZATION = "policy.lora.quantization"
 
 
@@ -57,6 +60,7 @@ class Planner:
     loaded: LoadedConfig
     inputs: Inputs
     size: ModelSize
+    price_per_hour: float | None = None  # of the card that is planned for
     known: dict[tuple[str, int], Outline | None] = field(default_factory=dict)
 
     def plan(self, keys: dict[str, Any], target: Target) -> Outline | None:
@@ -85,33 +89,44 @@ class Planner:
     def command(self, name: str, keys: dict[str, Any], options: Sequence[str] = ()) -> str:
         return tandem_command(name, *self.loaded.file_arguments, *self.overrides(keys), *options)
 
+    def suggestion(self, words: str, keys: dict[str, Any], changed: Outline) -> Suggestion:
+        """Return the suggestion to train with these keys, on the card that is planned for."""
+        cost = None if changed.time is None else changed.time.cost(self.price_per_hour)
+        return Suggestion(words, self.command("train", keys), changed.memory, changed.time, cost)
 
-def suggest(
-    loaded: LoadedConfig, inputs: Inputs, target: Target, size: ModelSize, bar: ProgressBar
-) -> tuple[Suggestion, ...]:
+
+def suggest(planner: Planner, target: Target, bar: ProgressBar) -> tuple[Suggestion, ...]:
     """Return changes with which the run fits: shorter rows, settings, and the smallest larger card."""
-    planner = Planner(loaded, inputs, size)
-    with bar("Trying settings", len(CHANGES) + 2) as advance:
+    changes = [_with_rate_of_adapters(change, planner.inputs.config.policy) for change in CHANGES]
+    with bar("Trying settings", len(changes) + 2) as advance:
         found = list(_shorter_rows(planner, target))
         advance(1)
         fitting: list[Change] = []
-        for change in CHANGES:
+        for change in changes:
             # A change that contains one that fits would give up more than it has to.
             is_needed = not any(one.keys.keys() <= change.keys.keys() for one in fitting)
             if is_needed and (better := _fitting(planner, change, target)):
                 fitting.append(change)
                 found.append(better)
             advance(1)
-        found += _larger_cards(planner, target, [UNCHANGED] if found else [UNCHANGED, *CHANGES])
+        found += _larger_cards(planner, target, [UNCHANGED] if found else [UNCHANGED, *changes])
         advance(1)
     return tuple(found)
+
+
+def _with_rate_of_adapters(change: Change, policy: Policy) -> Change:
+    """Return the change with a learning rate for adapters, if it enables them: one for all weights is too low for them."""
+    if policy.lora.enabled or not change.keys.keys() >= LORA.keys():
+        return change
+    rate = float(f"{LORA_RATE_FACTOR * policy.optimizer.kwargs.lr:.6g}")
+    return Change(f"{change.words}, {LORA_RATE_FACTOR} times the learning rate", {**change.keys, RATE_KEY: rate})
 
 
 def _fitting(planner: Planner, change: Change, target: Target) -> Suggestion | None:
     changed = planner.plan(change.keys, target)
     if changed is None or changed.memory.verdict != "fits":
         return None
-    return Suggestion(_words(change), planner.command("train", change.keys), changed.memory, changed.time)
+    return planner.suggestion(_words(change), change.keys, changed)
 
 
 def _larger_cards(planner: Planner, target: Target, changes: Sequence[Change]) -> list[Suggestion]:
@@ -153,5 +168,4 @@ def _shorter_rows(planner: Planner, target: Target) -> Iterator[Suggestion]:
         return
     changed = planner.plan(keys, target)
     if changed is not None and changed.memory.verdict == "fits":
-        words = f"rows of {length:,} tokens"
-        yield Suggestion(words, planner.command("train", keys), changed.memory, changed.time)
+        yield planner.suggestion(f"rows of {length:,} tokens", keys, changed)

@@ -133,7 +133,7 @@ def _start_and_threshold(history: History) -> tuple[float, float] | None:
 
 def _accuracy_flat(history: History) -> str | None:
     last = history.last
-    if (known := _start_and_threshold(history)) is None or abs(last["accuracy"] - known[0]) >= known[1]:
+    if (known := _start_and_threshold(history)) is None or _accuracy_changed(history):
         return None
     guess, error = known
     if guess + error > 1:
@@ -307,22 +307,41 @@ def _untrained(history: History) -> str | None:
 
 
 def _hardly_trained(history: History) -> str | None:
-    rate = history.config.policy.optimizer.kwargs.lr
-    rates = _rates(history)
     if not history.has_ended:
         return None
-    if rates and max(rates) < WARM_SHARE * rate:
-        return (
-            f"hardly anything was trained: in {_steps(history)} the learning rate never left its warm-up ({max(rates):.3g} at "
-            f"most, of {rate:g}). Train for more steps (dpo.max_num_epochs, or a smaller batch), or shorten the warm-up "
-            "(policy.scheduler)."
-        )
+    if (warm_up := _warm_up(history)) and not _accuracy_changed(history):
+        return f"hardly anything was trained: {warm_up}"
     if history.split == "train" and history.num_steps == 1:
         return (
             "the trained model was not measured: the only step is measured before its update. Train for more steps, and set "
             "data.validation_share."
         )
     return None
+
+
+def _warm_up_only(history: History) -> str | None:
+    if not history.has_ended or (warm_up := _warm_up(history)) is None or not _accuracy_changed(history):
+        return None
+    before, last = 0.5 if history.starts_at_reference else history.first["accuracy"], history.last
+    return (
+        f"accuracy {before:.2f} -> {last['accuracy']:.2f}, margin {last['rewards_margin_mean']:.3f}, although {warm_up}"
+    )
+
+
+def _accuracy_changed(history: History) -> bool:
+    """Return whether the accuracy is known to differ significantly from that before training."""
+    known = _start_and_threshold(history)
+    return known is not None and abs(history.last["accuracy"] - known[0]) >= known[1]
+
+
+def _warm_up(history: History) -> str | None:
+    rate, rates = history.config.policy.optimizer.kwargs.lr, _rates(history)
+    if not rates or max(rates) >= WARM_SHARE * rate:
+        return None
+    return (
+        f"in {_steps(history)} the learning rate never left its warm-up ({max(rates):.3g} at most, of {rate:g}). Train for "
+        "more steps (dpo.max_num_epochs, or a smaller batch), or shorten the warm-up (policy.scheduler)."
+    )
 
 
 def _steps(history: History) -> str:
@@ -368,6 +387,7 @@ def _sound(history: History) -> str:
 
 RULES: dict[str, Callable[[History], str | None]] = {
     "hardly_trained": _hardly_trained,
+    "warm_up_only": _warm_up_only,
     "validation_overlap": _validation_overlap,
     "accuracy_flat": _accuracy_flat,
     "accuracy_reversed": _accuracy_reversed,

@@ -1,5 +1,6 @@
 """`evaluate` on a small model: the same numbers as training and as a plain forward pass, for pairs, K completions and scores."""
 
+import io
 import json
 from types import SimpleNamespace
 
@@ -16,10 +17,12 @@ from tandem.embedded.files import VALIDATION
 from tandem.errors import ConfigError, DataError
 from tandem.evaluation import measure as measuring
 from tandem.evaluation.evaluate import evaluate
+from tandem.evaluation.intervals import Estimate
 from tandem.evaluation.measure import measure_model
+from tandem.evaluation.records import Comparison, Difference, DifferingPair
 from tandem.evaluation.request import check_request
 from tandem.evaluation.rewardbench import ScoredPrompt, ties_score
-from tandem.evaluation.show import show
+from tandem.evaluation.show import _Printer, _show_comparison, show
 from tandem.report.reporter import Reporter
 from tandem.terminal.console import SafeConsole
 
@@ -355,3 +358,19 @@ def test_prior_sets_are_recognised_by_the_name_of_the_file(other_model, tmp_path
     (only,) = found.benchmarks
     assert only.sections == {"Chat": 1.0, "Reasoning": 1.0, "Prior Sets": 1.0}
     assert only.num_prompts == {"anthropic_hhh": 1, "alpacaeval-easy": 1, "math-prm": 1, "hep-go": 1}
+
+
+@pytest.mark.parametrize(("num_worse", "ending"), [(0, ""), (19, ": 5 of 24 (--json lists up to 20)")])
+def test_a_comparison_says_how_many_of_the_differing_pairs_it_lists(num_worse, ending):
+    estimate = Estimate(0.5, 0.4, 0.6)
+    difference = Difference(
+        metric="accuracy", value=0.5, against=0.4, difference=estimate, num_better=5, num_worse=num_worse, p_value=0.1
+    )
+    pairs = tuple(DifferingPair("a.jsonl:1", 0, 1, 2.0, -1.0) for _ in range(min(20, 5 + num_worse)))
+    found = Comparison(
+        against="b", num_pairs=40, num_left_out=0, differences=(difference,), metric="accuracy", pairs=pairs
+    )
+    out = io.StringIO()
+    _show_comparison("a", found, _Printer(SafeConsole(file=out, width=120)))
+    assert f"Pairs that they order differently by reward{ending}\n" in out.getvalue()
+    assert out.getvalue().count("a.jsonl:1") == 5

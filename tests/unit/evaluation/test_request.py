@@ -101,9 +101,18 @@ def test_folders_and_files_that_are_no_models_are_refused(tmp_path, data):
         refused(str(tmp_path), [data]) == f"MODEL = {tmp_path}: {tmp_path} holds no config.json, so it is not a model."
     )
     assert refused(data, [data]) == f"MODEL = {data}: a file, not a model folder or a run. Give the folder."
-    assert refused("./nope", [data]) == "MODEL = ./nope: no such directory. Check the path."
-    assert refused("embedded", [data], reference="./nope") == "--reference = ./nope: no such directory. Check the path."
-    assert refused("embedded", [data], against="./nope") == "--against = ./nope: no such directory. Check the path."
+    missing = "no such directory. Give a model folder, a hub name, or a run directory."
+    assert refused("./nope", [data]) == f"MODEL = ./nope: {missing}"
+    assert refused("embedded", [data], reference="./nope") == f"--reference = ./nope: {missing}"
+    assert refused("embedded", [data], against="./nope") == f"--against = ./nope: {missing}"
+
+
+def test_a_name_below_a_folder_that_exists_is_not_looked_for_on_the_hub(tmp_path, data, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    assert refused("runs/nothing", [data]) == (
+        "MODEL = runs/nothing: no such directory. Give a model folder, a hub name, or a run directory."
+    )
 
 
 def test_missing_data_is_refused(run, data, tmp_path):

@@ -22,23 +22,23 @@ class Parrot:
 
     name, version = "parrot", "1"
 
-    def __init__(self, interrupted=False):
-        self.interrupted = interrupted
+    def __init__(self, interrupted=False, answer=None, finish="stop"):
+        self.interrupted, self.answer, self.finish = interrupted, answer, finish
 
     def stream(self, request, write):
         turns = request.prompt.prompt
-        for piece in (f"{len(turns)}:", turns[-1].content):
+        for piece in (f"{len(turns)}:", turns[-1].content) if self.answer is None else [self.answer]:
             write(piece)
             if self.interrupted:
                 raise KeyboardInterrupt
-        return Answer(request, "", None, "stop")
+        return Answer(request, "", None, self.finish)
 
 
 def chat(*parrots, width=100):
     """A chat with parrots, and what it has written."""
     out = io.StringIO()
     speakers = [Speaker(f"model {i}", Ready(), parrot) for i, parrot in enumerate(parrots or (Parrot(),))]
-    return Chat(speakers, Console(file=out, width=width), out.write), out
+    return Chat(speakers, Console(file=out, width=width), out.write, lambda text: out.write(f"<stderr>{text}")), out
 
 
 def talk(*lines, parrots=(), width=100):
@@ -65,7 +65,7 @@ def test_a_system_message_is_the_first_turn_and_survives_a_reset():
 def test_exit_ends_the_chat_and_an_unknown_command_does_not():
     assert talk("/exit") == ("", False)
     assert talk("/nosuch x") == (
-        "error: /nosuch is not a command. /help lists them; to send this line, begin it with a space.\n",
+        "<stderr>error: /nosuch is not a command. /help lists them; to send this line, begin it with a space.\n",
         True,
     )
     assert talk(" /nosuch x")[0] == "1:/nosuch x\n"
@@ -85,8 +85,8 @@ def test_a_conversation_is_saved_to_a_new_file_only(tmp_path):
     said, _ = talk("/system Be brief.", "hi", f"/save {file}", f"/save {file}", "/save")
     assert said.splitlines()[2:] == [
         f"Saved to {file}.",
-        f"error: /save {file}: this file exists. Choose another name.",
-        "error: /save: no file. Write /save FILE.",
+        f"<stderr>error: /save {file}: this file exists. Choose another name.",
+        "<stderr>error: /save: no file. Write /save FILE.",
     ]
     [saved] = map(json.loads, file.read_text().splitlines())
     assert saved["messages"] == [
@@ -101,6 +101,28 @@ def test_two_models_answer_side_by_side_from_80_columns_on(width, num_lines):
     said, _ = talk("hi", parrots=(Parrot(), Parrot()), width=width)
     assert len(said.splitlines()) == num_lines
     assert (said.splitlines()[0].split() == ["model", "0", "model", "1"]) == (num_lines == 2)
+
+
+@pytest.mark.parametrize("width", [80, 79])
+def test_answers_of_two_models_are_shown_as_generate_shows_them(width):
+    parrots = (Parrot(answer="\n\n\n"), Parrot(answer="  hello\n", finish="length"))
+    lines = talk("hi", parrots=parrots, width=width)[0].splitlines()
+    if width == 80:
+        assert lines[1].split("  ")[0] == "(white space)"
+        assert lines[1].strip().endswith("hello [cut at the limit]")
+        assert len(lines) == 2
+    else:
+        assert lines == ["model 0:", "(white space)", "model 1:", "hello [cut at the limit]"]
+
+
+def test_the_exit_code_is_that_of_the_first_error():
+    one, _ = chat()
+    assert [one.handle(line) for line in ("hi", "/help")] == [True, True]
+    assert one.exit_code == 0
+    one.handle("/nosuch")
+    assert one.exit_code == 2
+    one.handle("hi")
+    assert one.exit_code == 2
 
 
 def test_lines_of_a_pipe_are_read_to_the_end():

@@ -9,7 +9,10 @@ import sys
 import urllib.request
 from pathlib import Path
 
-from run_directories import make_run
+from run_directories import make_run, record
+
+from tandem.page.listing import COLUMNS, changed_keys, list_row
+from tandem.runs import open_run
 
 CODE = """
 import sys
@@ -53,7 +56,7 @@ def test_several_runs_as_json(tmp_path):
 
 def test_what_is_not_a_run_is_refused(tmp_path):
     done = tandem("report", tmp_path / "none")
-    assert (done.returncode, done.stdout) == (4, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"tandem: error: {tmp_path}/none: there is no such directory. `tandem runs FOLDER` lists the runs in a folder.\n"
     )
@@ -70,9 +73,10 @@ def test_a_list_of_runs(tmp_path):
     done = tandem("runs", cwd=tmp_path)
     assert done.stderr == ""
     assert done.stdout == (
-        "run     status    steps  accuracy     95 % interval    loss  margin\n"
-        "beta-1  finished     10    90.0 %  82.6 % to 94.5 %  0.6500  0.3000\n"
-        "beta-2  stopped      10    90.0 %  82.6 % to 94.5 %  0.6500  0.3000\n"
+        "run     status    steps  !  at  accuracy     95 % interval    loss  margin\n"
+        "beta-1  finished     10  1  10    90.0 %  82.6 % to 94.5 %  0.6500  0.3000\n"
+        "beta-2  stopped      10  1  10    90.0 %  82.6 % to 94.5 %  0.6500  0.3000\n"
+        "!: how many verdicts are warnings; at: the step of the results\n"
         "\n"
         "Settings in which they differ\n"
         "  beta-1: dpo.reference_policy_kl_penalty=0.1\n"
@@ -115,3 +119,25 @@ def test_watching_until_ctrl_c(tmp_path):
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (0, "")
+
+
+def test_a_list_of_runs_shows_the_step_of_an_exported_checkpoint_and_counts_warnings(tmp_path):
+    run = make_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(record(5, "exported-default")) + "\n")
+    names = ("stopped_early", "sound", "accuracy_flat", "diverged")
+    verdicts = [{"name": name, "split": "validation-default", "text": "..."} for name in names]
+    (run / "verdicts.json").write_text(json.dumps(verdicts))
+    cells = dict(zip(COLUMNS, list_row(open_run(run)), strict=True))
+    assert (cells["steps"], cells["at"], cells["!"]) == ("10", "5", "2")
+    (run / "verdicts.json").unlink()
+    assert list_row(open_run(run))[COLUMNS.index("!")] == "-"
+
+
+def test_a_long_mapping_is_shortened_in_the_list_of_settings(tmp_path):
+    steps = ", ".join(str(step) for step in range(100, 130))
+    run = open_run(make_run(tmp_path / "run", config=f"dpo:\n  val_period: 5\npolicy:\n  scheduler: [{steps}]\n"))
+    [keys] = changed_keys([run])
+    [scheduler] = [key for key in keys if key.startswith("policy.scheduler=")]
+    assert len(scheduler) == len("policy.scheduler=") + 60
+    assert scheduler.endswith("…")

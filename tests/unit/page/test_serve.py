@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from run_directories import make_run, record
 
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import ConfigError
 from tandem.page.serve import PageServer, serve_run
 
 
@@ -80,7 +80,7 @@ def test_a_run_that_was_removed_is_reported(served, tmp_path):
 
 
 def test_what_cannot_be_served_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="there is no such directory"):
+    with pytest.raises(ConfigError, match="there is no such directory"):
         serve_run(tmp_path / "none")
     run = make_run(tmp_path / "run")
     with socket.create_server(("127.0.0.1", 0)) as taken:

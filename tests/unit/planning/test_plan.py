@@ -13,12 +13,14 @@ import pytest
 from shapes import model_folder
 
 from tandem.config.load import load_config
+from tandem.config.schema import Config
 from tandem.planning.cards import TABLE, card_of_device, find_card, larger_cards
 from tandem.planning.estimate import num_validations
 from tandem.planning.plan import plan
 from tandem.planning.records import RunEstimate
 from tandem.planning.show import duration, show
 from tandem.planning.speed import Range
+from tandem.planning.suggestions import CHANGES, _with_rate_of_adapters
 from tandem.report.reporter import Reporter
 
 GIB = 2**30
@@ -74,7 +76,11 @@ def test_a_run_that_does_not_fit_gets_suggestions_whose_commands_give_the_same_n
     found = planned(*LARGE, f"policy.model_name={models['llama3.1-8b']}", gpu="h100-80gb", price_per_hour=2.5)
     assert found.memory.verdict == "does not fit"
     changes = [one.change for one in found.suggestions]
-    assert changes[:2] == ["bfloat16 weights, 8-bit states, activations computed again", "adapters only (LoRA)"]
+    assert changes[:2] == [
+        "bfloat16 weights, 8-bit states, activations computed again",
+        "adapters only (LoRA), 10 times the learning rate",
+    ]
+    assert "policy.lora.enabled=true policy.optimizer.kwargs.lr=5e-05" in found.suggestions[1].command
     assert changes[-1] == "b200-180gb"
     for one in found.suggestions:
         words = shlex.split(one.command)
@@ -84,10 +90,16 @@ def test_a_run_that_does_not_fit_gets_suggestions_whose_commands_give_the_same_n
         again = planned(*overrides, gpu=gpu)
         assert (again.memory, again.time, again.memory.verdict) == (one.memory, one.time, "fits")
     assert "--price-per-hour" not in found.suggestions[-1].command  # another card has another price
+    assert found.suggestions[-1].cost is None
+    first = found.suggestions[0]
+    assert first.time is not None and first.cost is not None
+    assert first.cost.high == pytest.approx(first.time.total.high / 3600 * 2.5)
     said = shown(found, capsys)
     assert "memory       " in said
     assert "GiB: does not fit\n" in said
     assert "\nWith each of these changes it fits:\n- bfloat16 weights, 8-bit states" in said
+    assert f", cost {first.cost.low:.2f} to {first.cost.high:.2f}\n" in said
+    assert said.count(", cost ") == 2
     assert "\ntime " not in said  # of a run that cannot start
     read = json.loads(json.dumps(found.as_dict()))
     assert (read["memory"]["verdict"], read["memory"]["total"]) == ("does not fit", found.memory.total)
@@ -296,3 +308,17 @@ def test_settings_for_several_gpus_are_said_to_have_no_effect(monkeypatch, capsy
         f"warning: the estimate is for one GPU: cluster.gpus_per_node = 8 {end}",
         f"warning: the estimate is for one GPU: policy.parallel.context = 2 {end}",
     ]
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_suggestion_of_adapters_sets_their_learning_rate_unless_they_are_enabled(enabled):
+    policy = Config.model_validate(
+        {"policy": {"lora": {"enabled": enabled}, "optimizer": {"kwargs": {"lr": 3e-6}}}}
+    ).policy
+    changed = [_with_rate_of_adapters(change, policy) for change in CHANGES]
+    rates = [change.keys.get("policy.optimizer.kwargs.lr") for change in changed]
+    assert rates == [None] * len(CHANGES) if enabled else [None] * 7 + [3e-5] * 3
+    assert all(
+        ("10 times the learning rate" in change.words) == (rate is not None)
+        for change, rate in zip(changed, rates, strict=True)
+    )

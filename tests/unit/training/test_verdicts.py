@@ -65,12 +65,19 @@ def test_a_learning_rate_of_zero_is_reported_as_no_training():
 
 
 def test_a_learning_rate_that_never_left_its_warm_up_is_reported():
-    warm = found([*steps_of(3, lr=2.4e-6), *course(START, {})])
-    assert warm == {
-        "hardly_trained": "hardly anything was trained: in 3 steps the learning rate never left its warm-up (2.4e-06 at most, of "
-        "5e-06). Train for more steps (dpo.max_num_epochs, or a smaller batch), or shorten the warm-up (policy.scheduler)."
+    warm = (
+        "in 3 steps the learning rate never left its warm-up (2.4e-06 at most, of 5e-06). Train for more steps "
+        "(dpo.max_num_epochs, or a smaller batch), or shorten the warm-up (policy.scheduler)."
+    )
+    slow = steps_of(3, lr=2.4e-6)
+    assert found([*slow, *course(START, {})]) == {
+        "warm_up_only": f"accuracy 0.50 -> 0.80, margin 0.400, although {warm}"
     }
-    assert "hardly_trained" not in found([*steps_of(3, lr=2.5e-6), *course(START, {})])
+    # 100 pairs: two standard errors are 0.1
+    flat = found([*slow, *course(START, {"accuracy": 0.59})])
+    assert flat["hardly_trained"] == f"hardly anything was trained: {warm}"
+    assert "warm_up_only" not in flat
+    assert "warm_up_only" not in found([*steps_of(3, lr=2.5e-6), *course(START, {})])
 
 
 def test_a_loss_that_hardly_moved_is_reported_unless_another_verdict_says_what_to_change():

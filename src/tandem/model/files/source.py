@@ -279,6 +279,16 @@ def refuse_missing(key: str, name: str) -> None:
         raise ConfigError(f"{key} = {name}: no such directory. Check the path.")
 
 
+def refuse_missing_model(place: str, name: str) -> None:
+    """Raise ConfigError if the name of a model or a run is a path that does not exist. `place`: for the message.
+
+    Any name that may be on the hub is accepted: runs/x is a path if there is a folder runs.
+    """
+    looks_local = name.startswith(("/", "./", "../", "~")) or ("/" in name and Path(name).parent.is_dir())
+    if name != EMBEDDED and (looks_local or name.count("/") > 1):
+        raise ConfigError(f"{place}: no such directory. Give a model folder, a hub name, or a run directory.")
+
+
 def _is_known(model_type: Any) -> bool:
     from transformers import CONFIG_MAPPING
 

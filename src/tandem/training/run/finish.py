@@ -32,9 +32,9 @@ from tandem.training.validation import ValidationReport, measure, validate
 
 REAL_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # small enough for any machine
 RUN_DIRECTORY_KEYS = ("run.dir", "checkpointing.checkpoint_dir")  # directories that belong to one run
+MODEL_KEY = "policy.model_name"
 MODEL_KEYS = ("policy.revision", "policy.tokenizer.name", "policy.lora.adapter", "reference.model")
 BATCH_SIZE_KEY = "policy.train_global_batch_size"
-RATE_KEY = "policy.optimizer.kwargs.lr"
 STEPS_KEY = "dpo.max_num_steps"
 
 
@@ -195,27 +195,28 @@ def using(model: Path, template: Template) -> str:
 def with_real_model(loaded: LoadedConfig, run: Path, num_pairs: int) -> str:
     """Return the command that repeats a run with a real model instead of the tiny embedded one, in another run directory.
 
-    The learning rate is left at its default, and the batch size is the one suggested for `num_pairs` pairs: values that suit
-    the tiny random model do not suit a pretrained one. So is the number of steps, unless the pairs are the user's own.
+    A learning rate and a batch size that the user set are kept. Those of the embedded default configuration suit a tiny random
+    model: without them, the learning rate is its default, and the batch size the one suggested for `num_pairs` pairs. The
+    number of steps is kept if the pairs are the user's own.
     """
     config, own = loaded.config, _has_own_pairs(loaded)
     is_resumed = loaded.file is not None and Path(loaded.file).resolve() == (run / "config.yaml").resolve()
     # A run's config.yaml contains the embedded default configuration, which is for the embedded model only.
     file = None if is_resumed and not own else loaded.file
-    left_out = (*RUN_DIRECTORY_KEYS, *MODEL_KEYS, RATE_KEY, *([] if own else [STEPS_KEY]))
-    given = [one for one in loaded.overrides if key_of(one) not in left_out]
+    left_out = {*RUN_DIRECTORY_KEYS, *MODEL_KEYS, MODEL_KEY, *([] if own else [STEPS_KEY])}
+    given = [one for one in loaded.overrides if not loaded.keys_set_by(one) <= left_out]
     if file is not None:
         given += [override(key, None) for key in (*RUN_DIRECTORY_KEYS, *MODEL_KEYS) if _value(config, key) is not None]
-    given = with_override(given, "policy.model_name", REAL_MODEL)
-    if not own:
+    # in the words of the command, which may be another trainer's
+    named_by = (key_of(one) for one in loaded.overrides if MODEL_KEY in loaded.keys_set_by(one))
+    given = with_override(given, next(named_by, MODEL_KEY), REAL_MODEL)
+    is_kept = file is not None or loaded.file is None
+    if not own and not (is_kept and loaded.is_set_by_user("data.train")):
         given = with_override(given, "data.train.data_path", EMBEDDED)
-    if config.policy.packing.mode != "dataset":  # whose batches must be large enough for a pack
+    # With packs of a whole set, a batch must be large enough for a pack.
+    if config.policy.packing.mode != "dataset" and not (is_kept and loaded.is_set_by_user(BATCH_SIZE_KEY)):
         given = with_override(given, BATCH_SIZE_KEY, suggested_batch_size(num_pairs))
-    default_rate = _value(Config(), RATE_KEY)
-    suggested = replace(loaded, file=file)
-    if _value(suggested.with_overrides(given).config, RATE_KEY) != default_rate:  # set in the file
-        given = with_override(given, RATE_KEY, default_rate)
-    return tandem_command("train", *suggested.file_arguments, *given)
+    return tandem_command("train", *replace(loaded, file=file).file_arguments, *given)
 
 
 def _value(config: Config, key: str) -> Any:
