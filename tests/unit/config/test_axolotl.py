@@ -130,6 +130,14 @@ def test_defaults_are_those_of_axolotl():
     assert (simpo.sft_loss_weight, simpo.sft_average_log_probs, simpo.simpo_gamma) == (1.0, True, 0.3)
 
 
+def test_a_number_of_steps_takes_enough_epochs_as_with_trl():
+    kind, settings, note = became({"max_steps": 4, "num_epochs": 1}, "max_steps")
+    assert (kind, settings) == ("translated", {"dpo.max_num_steps": 4, "dpo.max_num_epochs": 4})
+    assert note == "enough epochs for these steps"
+    kind, _, note = became({"max_steps": 4, "num_epochs": 1}, "num_epochs")
+    assert (kind, note) == ("no effect", "max_steps is the length of the run.")
+
+
 @pytest.mark.parametrize(
     ("changes", "key", "settings"),
     [

@@ -218,7 +218,7 @@ def schedule(key: str, value: Any, given: Given) -> Outcome:
 
 
 def length(key: str, value: Any, given: Given) -> Outcome:
-    return shared.length(given.get("num_epochs") or 1, given.get("max_steps"))
+    return shared.length(key, given.get("num_epochs") or 1, given.get("max_steps"))
 
 
 def _period(given: Given, times: str, steps: str) -> int | float | None:

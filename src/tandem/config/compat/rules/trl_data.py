@@ -12,6 +12,7 @@ FILE_LOADERS = ("json", "csv", "parquet", "arrow")  # names that datasets has fo
 FILE_ENDINGS = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".gz", ".zst")
 PEFT_LAYERS = ["q_proj", "v_proj"]
 PEFT_LAYERS_NOTE = "peft's own choice for most models; set target_modules for others"
+MERGED_NOTE = "save_model writes the adapter; tandem export RUN --merged merges it"
 SCRIPT_LORA = {"r": 8, "lora_alpha": 8}  # defaults of LoraConfig
 READ_FIELDS = ("path", "name", "data_dir", "data_files", "split", "revision")
 AFTER_LOADING = ("select", "shuffle", "train_test_split", "part")  # what a script does to a dataset
@@ -84,6 +85,12 @@ def peft_config(key: str, value: Any, given: Given) -> Outcome:
     if given.get("peft_config.lora_alpha") is None:
         settings["policy.lora.alpha"] = _scale(SCRIPT_LORA["lora_alpha"], "peft_config.", given)
     return _with_layers(settings, given.get("peft_config.target_modules"))
+
+
+def exported_adapter(key: str, value: Any, given: Given) -> Outcome:
+    """TRL's save_model writes the adapter alone."""
+    is_on = trains_adapters(given) and given.get("policy.lora.enabled") is not False
+    return translated({"export.merge_lora": False}, MERGED_NOTE) if is_on else no_effect("")
 
 
 def _with_layers(settings: dict[str, Any], layers: Any) -> Outcome:
@@ -247,6 +254,16 @@ def held_out(key: str, value: Any, given: Given) -> Outcome:
 
 
 RULES = (
-    *(data_type, reference_model, tokenizer, use_peft, peft_config, lora_alpha, rank_stabilised, layers),
+    *(
+        data_type,
+        reference_model,
+        tokenizer,
+        use_peft,
+        peft_config,
+        lora_alpha,
+        rank_stabilised,
+        layers,
+        exported_adapter,
+    ),
     *(dataset, mixture, script_dataset, held_out),
 )
