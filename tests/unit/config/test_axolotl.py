@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tandem.config.compat.show import full_table
 from tandem.config.compat.table import load_table
 from tandem.config.compat.translate import is_own_key, recognise
 from tandem.config.load import load_config
@@ -107,6 +108,30 @@ def test_a_file_is_translated_key_by_key():
 def test_no_key_of_the_input_is_missing_from_the_table():
     found = [row for row in load(FILE).translation.rows if row.kind != "default"]
     assert sorted(row.key for row in found) == sorted(flatten(FILE))
+
+
+def test_each_key_of_a_set_has_a_line_of_its_own():
+    entry = {
+        "path": "pairs.jsonl",
+        "ds_type": "json",
+        "split": "train",
+        "type": "chat_template.default",
+        "field_chosen": "good",
+        "message_property_mappings": {"role": "role", "content": "content"},
+        "roles": {"user": ["user"]},
+    }
+    table = full_table(load({**FILE, "datasets": [entry]}).translation, None)
+    for line in (
+        "  datasets[0].path = pairs.jsonl -> data.train.data_path = pairs.jsonl",
+        "  datasets[0].ds_type = json  (Which rows are read, and what is scored, does not depend on it here.)",
+        "  datasets[0].split = train  (It is the split that is read anyway.)",
+        "  datasets[0].message_property_mappings.role = role  (These names are known without it; others are refused.)",
+        '  datasets[0].roles.user = ["user"]  (These names are known without it; others are refused.)',
+    ):
+        assert f"{line}\n" in table
+    assert "  datasets[0].type = chat_template.default -> data.train.dataset_name = BinaryPreferenceDataset" in table
+    assert "  datasets[0].field_chosen = good -> data.train.dataset_name" in table
+    assert "  datasets = " not in table
 
 
 def test_defaults_are_those_of_axolotl():
@@ -342,7 +367,7 @@ TURNS = {"message_property_mappings": {"role": "from", "content": "value"}}
                 "ds_type": "json",
             },
             {"dataset_name": "sharegpt"},
-            "ds_type of datasets[0]: no effect",
+            None,
         ),
         # The names of earlier releases.
         (
