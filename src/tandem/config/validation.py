@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tandem.config.compat.suggest import describe_unknown_key, similar_key, suggestion
+from tandem.config.compat.table import load_table, trainers_with
 from tandem.config.schema import Config
 from tandem.errors import ConfigError
 
@@ -46,7 +47,19 @@ def validate(tree: dict[str, Any], origins: dict[str, str], hidden: dict[str, An
         errors = [e for e in error.errors() if e["type"] != "default_factory_not_called"]
         num_more = len(errors[MOST_ERRORS:])
         errors = [one for e in _without_repeats(errors[:MOST_ERRORS]) for one in _split_unknown_section(e)]
-        raise ConfigError(_join_errors([_explain(e, origins, hidden) for e in errors], num_more)) from None
+        explained = [_explain(e, origins, hidden) for e in errors]
+        raise ConfigError("\n".join([_join_errors(explained, num_more), *_keys_of_others(tree)])) from None
+
+
+def _keys_of_others(tree: dict[str, Any]) -> list[str]:
+    """Return a line on the trainers whose keys these are, if two or more keys outside tandem's sections are keys of one."""
+    foreign = {key: value for key, value in tree.items() if key not in Config.model_fields}
+    found = trainers_with(list(islice(flatten(foreign), MOST_ERRORS)))
+    if not found:
+        return []
+    names = " and ".join(load_table(origin).name for origin in found)
+    options = " or ".join(f"`--from-format {origin}`" for origin in found)
+    return [f"These are keys of {names}: {options} reads them."]
 
 
 def _split_unknown_section(error: Any) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tandem.config.compat.show import full_table
 from tandem.config.compat.table import load_table
 from tandem.config.compat.translate import is_own_key, recognise
 from tandem.config.load import load_config
@@ -112,6 +113,30 @@ def test_no_key_of_the_input_is_missing_from_the_table():
     assert sorted(row.key for row in found) == sorted(flatten(FILE))
 
 
+def test_each_key_of_a_set_has_a_line_of_its_own():
+    entry = {
+        "path": "pairs.jsonl",
+        "ds_type": "json",
+        "split": "train",
+        "type": "chat_template.default",
+        "field_chosen": "good",
+        "message_property_mappings": {"role": "role", "content": "content"},
+        "roles": {"user": ["user"]},
+    }
+    table = full_table(load({**FILE, "datasets": [entry]}).translation, None)
+    for line in (
+        "  datasets[0].path = pairs.jsonl -> data.train.data_path = pairs.jsonl",
+        "  datasets[0].ds_type = json  (Which rows are read, and what is scored, does not depend on it here.)",
+        "  datasets[0].split = train  (It is the split that is read anyway.)",
+        "  datasets[0].message_property_mappings.role = role  (These names are known without it; others are refused.)",
+        '  datasets[0].roles.user = ["user"]  (These names are known without it; others are refused.)',
+    ):
+        assert f"{line}\n" in table
+    assert "  datasets[0].type = chat_template.default -> data.train.dataset_name = BinaryPreferenceDataset" in table
+    assert "  datasets[0].field_chosen = good -> data.train.dataset_name" in table
+    assert "  datasets = " not in table
+
+
 def test_defaults_are_those_of_axolotl():
     tree = {"base_model": "m", "rl": "dpo", "learning_rate": 1e-5, "datasets": FILE["datasets"]}
     loaded = load(tree)
@@ -131,6 +156,14 @@ def test_defaults_are_those_of_axolotl():
     assert orpo["dpo.orpo_lambda"] == 0.1
     simpo = load({**tree, "rl": "simpo", "simpo_gamma": 0.3}).config.dpo
     assert (simpo.sft_loss_weight, simpo.sft_average_log_probs, simpo.simpo_gamma) == (1.0, True, 0.3)
+
+
+def test_a_number_of_steps_takes_enough_epochs_as_with_trl():
+    kind, settings, note = became({"max_steps": 4, "num_epochs": 1}, "max_steps")
+    assert (kind, settings) == ("translated", {"dpo.max_num_steps": 4, "dpo.max_num_epochs": 4})
+    assert note == "enough epochs for these steps"
+    kind, _, note = became({"max_steps": 4, "num_epochs": 1}, "num_epochs")
+    assert (kind, note) == ("no effect", "max_steps is the length of the run.")
 
 
 @pytest.mark.parametrize(
@@ -339,7 +372,7 @@ TURNS = {"message_property_mappings": {"role": "from", "content": "value"}}
                 "ds_type": "json",
             },
             {"dataset_name": "sharegpt"},
-            "ds_type of datasets[0]: no effect",
+            None,
         ),
         # The names of earlier releases.
         (

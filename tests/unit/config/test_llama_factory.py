@@ -206,7 +206,7 @@ def test_defaults_are_those_of_llama_factory():
             "lr_scheduler_type",
             {"policy.scheduler": {"name": "cosine", "min_lr_ratio": 0.1, "warmup_ratio": 0.1}},
         ),
-        ({"max_steps": 20}, "max_steps", {"dpo.max_num_steps": 20, "dpo.max_num_epochs": 1_000_000}),
+        ({"max_steps": 20}, "max_steps", {"dpo.max_num_steps": 20, "dpo.max_num_epochs": 20}),
         ({"save_strategy": "epoch"}, "save_strategy", {"checkpointing.save_period": 1.0}),
         ({"save_strategy": "no", "save_steps": None}, "save_strategy", {"checkpointing.enabled": False}),
         (

@@ -163,3 +163,17 @@ def test_an_unknown_section_without_known_names_is_reported_once():
         "command line: unknown key megatron_cfg. Not needed; tandem train uses every GPU of the machine, and the GPUs share "
         "the model (docs/cluster.md). `tandem config` lists all keys."
     )
+
+
+def test_keys_of_other_trainers_that_no_trainer_is_recognised_by(tmp_path):
+    path = tmp_path / "theirs.yaml"
+    path.write_text("model_name_or_path: org/model\nlearning_rate: 1.0e-6\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert str(error.value).splitlines()[-1] == (
+        "These are keys of LLaMA-Factory and TRL: `--from-format llama-factory` or `--from-format trl` reads them."
+    )
+    path.write_text("learning_rate: 1.0e-6\ndpo: {beta: 0.1}\n")  # one key may be a slip
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert "--from-format" not in str(error.value)

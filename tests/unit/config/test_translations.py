@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tandem.config.compat.records import nested
 from tandem.config.compat.rules.registry import RULES
+from tandem.config.compat.show import shown_rows
 from tandem.config.compat.table import load_table, origins
 from tandem.config.compat.translate import is_own_key, translate
 from tandem.config.keys import key_names
@@ -29,7 +30,17 @@ REQUIRED = {
     "llama-factory": {"model_name_or_path": "org/model", "stage": "dpo"},
     "trl": {"model_name_or_path": "org/model"},
 }
-VALUES = SCALARS | st.lists(SCALARS, max_size=3) | st.dictionaries(st.sampled_from("ab"), SCALARS, max_size=2)
+FILES = [{"path": "a.jsonl", "ds_type": "json", "type": "chatml.intel"}, {"path": "c.jsonl", "type": "chatml.ultra"}]
+LISTS_OF_SECTIONS = st.lists(
+    st.dictionaries(st.sampled_from("ab"), SCALARS | st.dictionaries(st.sampled_from("cd"), SCALARS), max_size=2),
+    max_size=2,
+)
+VALUES = (
+    LISTS_OF_SECTIONS
+    | SCALARS
+    | st.lists(SCALARS, max_size=3)
+    | st.dictionaries(st.sampled_from("ab"), SCALARS, max_size=2)
+)
 
 
 def keys_of(origin: str) -> st.SearchStrategy[str]:
@@ -38,6 +49,47 @@ def keys_of(origin: str) -> st.SearchStrategy[str]:
     known = [key.replace(".**", ".inner.leaf").replace("*", "name") for key in written]
     unknown = st.from_regex(r"[a-z]{1,6}(\.[a-z]{1,6}){0,2}", fullmatch=True)
     return st.sampled_from(known) | st.sampled_from(sorted(key_names())) | unknown
+
+
+def keys_inside(key: str, value: Any) -> list[str]:
+    """The keys of a value, those of lists of sections too: datasets[0].path."""
+    if isinstance(value, list) and any(isinstance(one, dict) and one for one in value):
+        return [found for i, one in enumerate(value) for found in keys_inside(f"{key}[{i}]", one)]
+    if isinstance(value, dict) and value:
+        return [found for name, one in value.items() for found in keys_inside(f"{key}.{name}", one)]
+    return [key]
+
+
+def keys_shown(tree: dict[str, Any]) -> list[str]:
+    return sorted(found for key, value in tree.items() for found in keys_inside(key, value))
+
+
+@pytest.mark.parametrize(
+    ("origin", "more"),
+    [
+        (
+            "trl",
+            {
+                "datasets": [
+                    {"path": "org/pairs", "split": "train"},
+                    {"path": "json", "data_files": {"train": "b.jsonl"}},
+                ]
+            },
+        ),
+        ("axolotl", {"datasets": [{"path": "a.jsonl", "type": {"field_prompt": "q", "field_chosen": None}}]}),
+        (
+            "axolotl",
+            {"datasets": FILES, "test_datasets": [{"path": "b.jsonl", "split": "train", "type": "chatml.intel"}]},
+        ),
+        ("llama-factory", {"data": {"train": [{"data_path": "a.jsonl"}, {"data_path": "b.jsonl", "weight": 2}]}}),
+        ("nemo-rl", {"data": {"train": [{"data_path": "a.jsonl"}, {"data_path": "b.jsonl", "weight": 2}]}}),
+        ("nemo-aligner", {"data": {"train": [{"data_path": "a.jsonl"}, {"data_path": "b.jsonl", "weight": 2}]}}),
+    ],
+)
+def test_each_key_inside_a_list_of_sets_has_a_row(origin, more):
+    tree = {**REQUIRED.get(origin, {}), **more}
+    translation = translate(origin, tree, dict.fromkeys(flatten(tree), "theirs.yaml"))
+    assert sorted(row.key for row in shown_rows(translation) if row.kind != "default") == keys_shown(tree)
 
 
 def without_clashes(flat: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +105,7 @@ def test_every_key_is_of_one_kind_and_none_is_missing(origin, data):
     tree = nested(flat)
     places = dict.fromkeys(flatten(tree), "theirs.yaml")
     try:
-        rows = translate(origin, tree, places).rows
+        translation = translate(origin, tree, places)
     except ConfigError as error:
         # One message names every key that is refused, or two keys that disagree.
         first, *refused = str(error).split("\n  ")
@@ -61,7 +113,9 @@ def test_every_key_is_of_one_kind_and_none_is_missing(origin, data):
         assert all(any(name in line for name in named) or " = null: " in line for line in refused if "yaml: " in line)
         assert refused or "both set" in first
     else:
-        own = [row for row in rows if row.kind != "default"]
+        own = [row for row in translation.rows if row.kind != "default"]
+        shown = [row for row in shown_rows(translation) if row.kind != "default"]
+        assert sorted(row.key for row in shown) == keys_shown(tree)
         assert sorted(row.key for row in own) == sorted(flatten(tree))
         assert {row.kind for row in own} <= KINDS
         for row in own:

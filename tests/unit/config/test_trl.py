@@ -270,6 +270,10 @@ def test_adapters(load):
     assert (more.use_rslora, more.alpha, more.modules_to_save) == (True, 16, ["lm_head", "embed_tokens"])
     one_item = load({**DATA, "use_peft": True, "lora_target_modules": ["all-linear"]}).config.policy.lora
     assert one_item.target_modules == "all-linear"
+    defaults = {row.key: row.value for row in loaded.translation.of_kind("default")}
+    assert defaults["export.merge_lora"] is loaded.config.export.merge_lora is False  # as save_model
+    assert load({**DATA, **ADAPTERS, "export": {"merge_lora": True}}).config.export.merge_lora
+    assert load(DATA).config.export.merge_lora
     unused = outcomes(load({**DATA, "lora_r": 4, "use_dora": True}).translation)
     assert (unused["lora_r"][0], unused["use_dora"][0]) == ("no effect", "no effect")
 

@@ -70,7 +70,8 @@ def test_without_a_file_nothing_comes_from_the_embedded_default():
         (
             ["--learning_rat", "1e-6"],
             "TRL configuration: a key cannot be translated.\n"
-            "  command line: learning_rat = 1e-06: tandem does not know this key of TRL. Did you mean learning_rate? Remove it.",
+            "  command line: learning_rat = 1e-06: tandem does not know this key of TRL. Did you mean learning_rate? Otherwise "
+            "remove it.",
         ),
         (["--beta.x", "1"], "--beta.x: not the name of a flag. Write --NAME VALUE."),
         (["--config"], "--config: 0 files are given. Give one."),

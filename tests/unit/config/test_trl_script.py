@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -104,6 +105,95 @@ def test_quantised_models(load):
     assert (lora.quantization, lora.dim, lora.alpha, lora.use_rslora) == ("nf4", 8, 8, True)
 
 
+def test_the_script_of_the_readme(load):
+    text = Path(__file__).parents[3].joinpath("README.md").read_text().split("## Coming from TRL")[1]
+    script, ours = text.split("```python\n")[1].split("```")[0], text.split("```yaml\n")[1].split("```")[0]
+    loaded = load(script)
+    data = loaded.config.data
+    assert (data.training_sets[0].data_path, data.validation_share, data.validation) == ("pairs.jsonl", 0.05, None)
+    rows = {row.key: row.outcome for row in loaded.translation.rows}
+    assert rows["train_dataset.train_test_split.test_size"].note.startswith("other pairs than TRL holds out")
+    assert rows["train_dataset.train_test_split.seed"].kind == rows["eval_dataset.part"].kind == "no effect"
+    # The two columns of the README are the same run.
+    theirs = loaded.config.model_dump()
+    mine = load_own(ours)
+    for path in (
+        "policy.train_global_batch_size",
+        "policy.max_total_sequence_length",
+        "policy.optimizer",
+        "policy.scheduler",
+    ):
+        assert at(theirs, path) == at(mine, path), path
+    for path in ("dpo.max_num_epochs", "dpo.reference_policy_kl_penalty", "dpo.val_period", "data.validation_share"):
+        assert at(theirs, path) == at(mine, path), path
+
+
+def load_own(text: str) -> dict:
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "run.yaml")
+        path.write_text(text)
+        return load_config(path, []).config.model_dump()
+
+
+def at(tree: dict, path: str):
+    for part in path.split("."):
+        tree = tree[part]
+    return tree
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "d = load_dataset('a/b', split='train')\nparts = d.train_test_split(0.1, seed=3)\nDPOTrainer('m',"
+        " train_dataset=parts['train'], eval_dataset=parts['test'], args=DPOConfig(eval_strategy='epoch'))",
+        "def main():\n  d = load_dataset('a/b')\n  d = d['train'].shuffle(seed=1)\n  d = d.train_test_split(test_size=SHARE)\n"
+        "  train, unused = d['train'], 0\n  DPOTrainer('m', train_dataset=d['train'], eval_dataset=d['test'])\nSHARE = 0.1",
+        "DPOTrainer('m', train_dataset=load_dataset('a/b')['train'].train_test_split(0.1)['train'].shuffle(seed=1))",
+    ],
+    ids=["other name", "reassigned in a function", "chained"],
+)
+def test_pairs_that_a_script_holds_out(load, text):
+    data = load(text).config.data
+    assert (data.training_sets[0].data_path, data.training_sets[0].split) == ("a/b", "train")
+    assert (data.validation_share, data.validation) == (0.1, None)
+
+
+def test_the_first_rows_of_a_script(load):
+    rows = "load_dataset('a/b', split='train[:50]').select(range(20))"
+    text = f"d = {rows}.train_test_split()\nDPOTrainer('m', train_dataset=d['train'])"
+    data = load(text).config.data
+    assert (data.training_sets[0].max_rows, data.validation_share) == (
+        20,
+        0.25,
+    )  # 0.25: the default of train_test_split
+
+
+def test_a_share_replaces_a_number_of_pairs(load):
+    text = "d = load_dataset('a/b', split='train').train_test_split(500)\nDPOTrainer('m', train_dataset=d['train'])"
+    loaded = load(text, "~train_dataset.train_test_split.test_size", "data.validation_share=0.05")
+    assert loaded.config.data.validation_share == 0.05
+
+
+def test_the_file_of_another_split_has_no_effect(load):
+    files = "data_files={'train': 'pairs.jsonl', 'test': 'held.jsonl'}"
+    alone = f"DPOTrainer('m', train_dataset=load_dataset('json', {files}, split='train'))"
+    rows = {row.key: row.outcome for row in load(alone).translation.rows}
+    assert rows["train_dataset.data_files.train"].settings == {"data.train.data_path": "pairs.jsonl"}
+    assert rows["train_dataset.data_files.test"].kind == "no effect"
+    assert rows["train_dataset.data_files.test"].note == "split=train reads the other file."
+    both = (
+        f"d = load_dataset('json', {files})\nargs = DPOConfig(eval_strategy='epoch')\n"
+        "DPOTrainer('m', args=args, train_dataset=d['train'], eval_dataset=d['test'])"
+    )
+    loaded = load(both)
+    rows = {row.key: row.outcome for row in loaded.translation.rows}
+    assert (
+        rows["train_dataset.data_files.test"].note == "split=train reads the other file; eval_dataset reads this one."
+    )
+    assert rows["eval_dataset.data_files.test"].settings == {"data.validation.data_path": "held.jsonl"}
+    assert loaded.config.data.training_sets[0].data_path == "pairs.jsonl"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -129,6 +219,59 @@ def test_quantised_models(load):
             "  FILE:2: peft_config is not LoraConfig(...) with literal values.",
         ),
         (
+            "d = load_dataset('a/b', split='train')\nif x:\n  d = d.select(range(9))\nDPOTrainer('m', train_dataset=d)\n",
+            "FILE: a setting cannot be read, because the script is not run. Write literal values in a copy.\n"
+            "  FILE:4: train_dataset: d is assigned several times, in branches, loops or functions. Assign it once.",
+        ),
+        (
+            "d = load_dataset('a/b')\nd['train'] = d['train'].map(f)\nDPOTrainer('m', train_dataset=d['train'])\n",
+            "FILE: a setting cannot be read, because the script is not run. Write literal values in a copy.\n"
+            "  FILE:3: train_dataset: d[...] is assigned, and the assignment is not run.",
+        ),
+        (
+            "d = load_dataset('a/b', split='train').shuffle(seed=1).select(range(9))\nDPOTrainer('m', train_dataset=d)\n",
+            "FILE: a setting cannot be read, because the script is not run. Write literal values in a copy.\n"
+            "  FILE:1: train_dataset: .select(...) after .shuffle(...) takes other rows than the first. Remove it; "
+            "data.validation_share holds out pairs, and data.train.max_rows reads the first rows.",
+        ),
+        (
+            "d = load_dataset('a/b', split='train').select(range(2, 9))\nDPOTrainer('m', train_dataset=d)\n",
+            "FILE: a setting cannot be read, because the script is not run. Write literal values in a copy.\n"
+            "  FILE:1: train_dataset: .select(...) takes other rows than range(N). Remove it; "
+            "data.validation_share holds out pairs, and data.train.max_rows reads the first rows.",
+        ),
+        (
+            "d = load_dataset('a/b', split='train').train_test_split(0.1)\nDPOTrainer('m', train_dataset=d)\n",
+            "FILE: a setting cannot be read, because the script is not run. Write literal values in a copy.\n"
+            '  FILE:1: train_dataset: it is both parts of train_test_split(...). Take ["train"].',
+        ),
+        (
+            "d = load_dataset('a/b', split='train').train_test_split(0.1)\n"
+            "DPOTrainer('m', train_dataset=d['test'], eval_dataset=d['train'])\n",
+            "FILE: a setting cannot be read, because the script is not run. Write literal values in a copy.\n"
+            '  FILE:1: train_dataset is the part that is held out. Take the part ["train"].',
+        ),
+        (
+            "d = load_dataset('a/b', split='train')\n"
+            "DPOTrainer('m', train_dataset=d, eval_dataset=d.train_test_split(0.1)['test'])\n",
+            "FILE: a setting cannot be read, because the script is not run. Write literal values in a copy.\n"
+            '  FILE:1: eval_dataset is the part ["test"] of train_test_split(...), and train_dataset is not its part ["train"].',
+        ),
+        (
+            "d = load_dataset('a/b', split='train').train_test_split(0.1)\n"
+            "DPOTrainer('m', train_dataset=d['train'], eval_dataset=load_dataset('c/d'))\n",
+            "FILE: a setting cannot be read, because the script is not run. Write literal values in a copy.\n"
+            "  FILE:2: eval_dataset is another dataset than train_dataset.train_test_split(...) holds out. tandem validates on "
+            "one of the two. Remove the other.",
+        ),
+        (
+            "d = load_dataset('a/b', split='train').train_test_split(test_size=500)\nDPOTrainer('m', train_dataset=d['train'])\n",
+            "TRL configuration: a key cannot be translated.\n"
+            "  FILE:1: train_dataset.train_test_split.test_size = 500: tandem holds out a share of the pairs, which are not "
+            "counted yet. Set a number between 0 and 1, or replace it: ~train_dataset.train_test_split.test_size "
+            "data.validation_share=0.05.",
+        ),
+        (
             "DPOConfig(output_dir='${oc.env:HOME}')\n",
             "FILE: a setting cannot be read, because the script is not run. Write literal values in a copy.\n"
             "  FILE:1: output_dir = '${oc.env:HOME}': it contains ${, which tandem would replace.",
@@ -152,7 +295,7 @@ def test_quantised_models(load):
         (
             "x = [1]\nDPOConfig(beta=0.1, bta=0.2)\n",
             "TRL configuration: 2 keys cannot be translated.\n"
-            "  FILE:2: bta = 0.2: tandem does not know this key of TRL. Did you mean beta? Remove it.\n"
+            "  FILE:2: bta = 0.2: tandem does not know this key of TRL. Did you mean beta? Otherwise remove it.\n"
             "  FILE:2: model_name_or_path = null: Name the model to train.",
         ),
     ],

@@ -177,7 +177,14 @@ def test_a_label_that_is_not_a_text_or_a_number_is_refused(label):
 
 
 def test_a_null_label_is_refused():
-    assert refused(winner=None) == ("bad", "null", "winner is null. Give it a value.")
+    assert refused(winner=None) == (
+        "bad",
+        "null",
+        "winner is null. If that is a tie, set data.train.label_values for each label, with {null: tie}. Otherwise give it a "
+        "value, or leave such rows out with data.on_bad_row=skip.",
+    )
+    as_tie = DatasetFields(label_values={"a": "a", "b": "b", None: "tie"})
+    assert (preferred(as_tie, winner=None), preferred(as_tie, winner="a")) == (None, "first")
 
 
 # label_key
@@ -264,6 +271,17 @@ def test_an_unpaired_row_is_named_as_such(value):
         "unpaired",
         f"an unpaired row (as for KTO): one completion, {one}, and its label, {label}. Training needs pairs: a chosen and a "
         "rejected completion for each prompt.",
+    )
+
+
+def test_a_text_with_a_label_is_no_unpaired_preference():
+    value = {"text": "A fine film.", "label": 1}
+    name, _ = detect_format(row(value), KEYS)
+    assert refusal(lambda source, keys: read_preference(source, keys, name, Wording()), row(value)) == (
+        "bad",
+        "no pair",
+        "one text, text, and a label, label, as for classification. That is not a preference, which has a prompt, a chosen and a "
+        "rejected completion.",
     )
 
 

@@ -69,6 +69,8 @@ def test_the_pages_state_the_rule_for_batch_sizes():
     assert [suggested_batch_size(num_pairs) for num_pairs in (60, 59, 30, 29, 15, 14, 1)] == [8, 4, 4, 2, 2, 1, 1]
     for name in ("README.md", "docs/tutorial.md"):
         assert "500" in pages[name].split("policy.train_global_batch_size=8")[0][-60:], name
+    for name in ("README.md", "docs/tutorial.md"):
+        assert re.search(r"below 60 pairs,? 4", pages[name])
     assert "`policy.train_global_batch_size`: 8 for fewer than 500 pairs" in pages["docs/quickstart.md"]
 
 

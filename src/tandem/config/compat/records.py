@@ -17,6 +17,7 @@ class Outcome:
     settings: Mapping[str, Any] = field(default_factory=dict)
     note: str | None = None
     options: Mapping[str, str] = field(default_factory=dict)  # of the command, such as --pack-sizes
+    parts: tuple["TranslatedKey", ...] = ()  # of a list of sections: each key inside it, and what became of it
 
 
 def translated(settings: Mapping[str, Any], note: str | None = None) -> Outcome:

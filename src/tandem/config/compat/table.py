@@ -1,7 +1,7 @@
 """Reads the tables of other trainers' keys (tables/README.md)."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -74,6 +74,13 @@ class Table:
             all(any(matches(pattern, key) for key in given.values) for pattern in patterns)
             for patterns in self.recognised_by
         )
+
+
+def trainers_with(keys: Collection[str]) -> list[str]:
+    """Return the trainers that have two or more of these keys, by the names of --from-format: those that have the most."""
+    counts = {origin: sum(1 for key in keys if load_table(origin).cases(key)) for origin in origins()}
+    most = max(counts.values(), default=0)
+    return [origin for origin, count in counts.items() if count == most >= 2]
 
 
 def holds(conditions: Mapping[str, Any], given: Given) -> bool:

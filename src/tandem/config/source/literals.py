@@ -21,6 +21,7 @@ class Literals:
     def __init__(self, tree: ast.Module, source: str) -> None:
         self.source = source
         self.assigned: dict[str, list[ast.expr | None]] = {}  # None: a value that is not known
+        self.changed: set[str] = set()  # names of which an item is assigned: a["train"] = ...
         self._num_values = 0
         for node in ast.walk(tree):
             self._collect(node)
@@ -52,6 +53,8 @@ class Literals:
         elif isinstance(target, ast.Tuple | ast.List):
             for one in target.elts:
                 self._assign_unknown(one)
+        elif isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
+            self.changed.add(target.value.id)
 
     def follow(self, node: ast.expr) -> ast.expr:
         """Return what a name is assigned, if it is assigned once; otherwise the node itself."""

@@ -8,6 +8,8 @@ from typing import Any
 from tandem.config.compat.records import nested
 from tandem.config.source.files import TreeAndOrigins
 from tandem.config.source.literals import Literals, NotLiteralError
+from tandem.config.source.script_datasets import ScriptDataset, UnreadableDatasetError, dataset_of
+from tandem.config.source.statements import Statements
 from tandem.errors import ConfigError, one_line
 
 MAX_CHARACTERS = 1024 * 1024
@@ -20,7 +22,10 @@ FIRST_ARGUMENTS = {
     "BitsAndBytesConfig": (),
     "from_pretrained": ("pretrained_model_name_or_path",),
     "load_dataset": ("path", "name"),
+    "train_test_split": ("test_size", "train_size", "shuffle", "stratify_by_column", "seed"),
+    "shuffle": ("seed",),
 }
+PAIRS_HELD_OUT = 0.25  # the default of train_test_split
 NOT_RUN = ("callbacks", "data_collator", "compute_metrics", "optimizers", "preprocess_logits_for_metrics", "model_init")
 TOKENIZERS = ("processing_class", "tokenizer")
 NO_CALL = (
@@ -46,6 +51,8 @@ class _Script:
         self.path = path
         self.tree, source = _parse(path)
         self.literals = Literals(self.tree, source)
+        self.statements = Statements(self.tree)
+        self.datasets: dict[str, ScriptDataset] = {}
         self.settings: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         self.problems: list[str] = []
@@ -87,7 +94,7 @@ class _Script:
             elif name == "ref_model" or name in TOKENIZERS:
                 self._named(found, name)
             elif name in ("train_dataset", "eval_dataset"):
-                self._dataset(found, name)
+                self._dataset(node, name)
             elif name == "peft_config":
                 self._lora(found, name)
             elif name == "quantization_config":
@@ -96,6 +103,7 @@ class _Script:
                 self._problem(node, f"{name} is code, which tandem does not run. Remove it")
             else:
                 self._set(name, node)  # of releases before 0.9: beta, max_length and others
+        self._check_parts()
 
     def _config(self, node: ast.expr, what: str) -> None:
         if not self._call(node, what, CONFIGS, ""):
@@ -137,15 +145,44 @@ class _Script:
         self._set("processing_class" if what in TOKENIZERS else what, node, what)
 
     def _dataset(self, node: ast.expr, what: str) -> None:
-        if isinstance(node, ast.Subscript):
-            self._set(f"{what}.split", node.slice)
-            node = self.literals.follow(node.value)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _name(node) != "load_dataset":
-            self._problem(
-                node, f"{what}: .{node.func.attr}(...) is not run. Write the rows to a file, and load that file"
-            )
+        try:
+            found = dataset_of(node, self.literals, self.statements)
+        except UnreadableDatasetError as error:
+            self._problem(error.node, f"{what}: {error}")
             return
-        self._call(node, what, ("load_dataset",), f"{what}.")
+        self.datasets[what] = found
+        if found.part == "test":
+            self._put(f"{what}.part", "test", node)
+            return
+        self._call(found.load, what, ("load_dataset",), f"{what}.")
+        if found.split is not None:
+            self._set(f"{what}.split", found.split)
+        if found.rows is not None:
+            self._set(f"{what}.select", found.rows)
+        if found.shuffle is not None:
+            self._call(found.shuffle, what, ("shuffle",), f"{what}.shuffle.")
+        if found.held_out is not None:
+            self._put(f"{what}.train_test_split.test_size", PAIRS_HELD_OUT, found.held_out)
+            self._call(found.held_out, what, ("train_test_split",), f"{what}.train_test_split.")
+
+    def _check_parts(self) -> None:
+        """Note a problem if a part of train_test_split(...) is used for anything else than what it is for."""
+        train, validation = (self.datasets.get(f"{name}_dataset") for name in ("train", "eval"))
+        if train is not None and train.part == "test":
+            self._problem(train.load, 'train_dataset is the part that is held out. Take the part ["train"]')
+        elif validation is not None and validation.part == "train":
+            self._problem(validation.load, 'eval_dataset is the part that is trained on. Take the part ["test"]')
+        elif validation is not None and validation.part == "test" and not validation.is_other_part_of(train):
+            self._problem(
+                validation.load,
+                'eval_dataset is the part ["test"] of train_test_split(...), and train_dataset is not its part ["train"]',
+            )
+        elif train is not None and train.held_out is not None and validation is not None and not validation.part:
+            self._problem(
+                validation.load,
+                "eval_dataset is another dataset than train_dataset.train_test_split(...) holds out. tandem validates on one of "
+                "the two. Remove the other",
+            )
 
     def _lora(self, node: ast.expr, what: str) -> None:
         if self._call(node, what, ("LoraConfig",), "peft_config."):

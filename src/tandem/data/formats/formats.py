@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.config.sections.datasets import DatasetFields
+from tandem.data.formats.advice import with_columns_named, with_path, without_own_keys
 from tandem.data.formats.conversations import (
     chosen_and_rejected,
     dialogue_text,
@@ -18,6 +19,7 @@ from tandem.data.formats.conversations import (
 from tandem.data.formats.labelled import arena_votes, completion_keys, has_label, helpsteer2, helpsteer3, labelled_pair
 from tandem.data.formats.preference import (
     CONTRADICTED,
+    OTHER_NAMES,
     Message,
     Preference,
     TextOrMessages,
@@ -58,6 +60,8 @@ LABELS = ("label", "labels", "preference", "winner")
 
 # Keys of a completion and its label in unpaired data.
 ONE_COMPLETION = ("completion", "response", "answer", "output", "messages", "conversations", "text")
+CONVERSATIONS = ("messages", "conversations")  # they contain the prompt
+PROMPTS = OTHER_NAMES["prompt"]
 UNPAIRED_LABELS = ("label", "labels", "kto_tag", "is_desirable")
 
 
@@ -302,7 +306,10 @@ def read_preference(row: SourceRow, keys: DatasetFields, name: str, wording: Wor
     try:
         preference = FORMATS[name].read(row, keys)
     except RowError as error:
-        raise _with_other_format(_with_setting(error, keys), row, keys, name) from None
+        own = {key for fields in (FORMATS[name].required_keys, *FORMATS[name].other_keys) for key in fields}
+        is_detected = keys.dataset_name == "auto" and name != NOTHING_FITS[0]
+        advised = without_own_keys(with_path(_with_setting(error, keys), keys), own, is_detected=is_detected)
+        raise _with_other_format(advised, row, keys, name) from None
     if name not in RANKED and _label_may_contradict(row):
         preference = replace(preference, notes=(*preference.notes, CONTRADICTED))
     prompt, tools = wording.apply(with_system(row, preference.prompt)), tools_of(row)
@@ -334,6 +341,8 @@ def _with_other_format(error: RowError, row: SourceRow, keys: DatasetFields, nam
     other = detect_format(row, keys)
     if other == NOTHING_FITS and (found := _not_a_pair(row, keys)):
         return RowError(error.place, *found)
+    if other == NOTHING_FITS and name == other[0] and not keys.columns:
+        return with_columns_named(error, row)
     if other[0] in (name, NOTHING_FITS[0]):
         return error
     message = (
@@ -349,6 +358,12 @@ def _not_a_pair(row: SourceRow, keys: DatasetFields) -> tuple[str, str] | None:
     label = next(
         (key for key in UNPAIRED_LABELS if str(row.value.get(key)).lower() in ("true", "false", "0", "1")), None
     )
+    has_prompt = one in CONVERSATIONS or any(key in row.value and key != one for key in (keys.prompt_key, *PROMPTS))
+    if one and label and not has_prompt:
+        return "no pair", (
+            f"one text, {one}, and a label, {label}, as for classification. That is not a preference, which has a prompt, a "
+            "chosen and a rejected completion."
+        )
     if one and label:
         return "unpaired", (
             f"an unpaired row (as for KTO): one completion, {one}, and its label, {label}. Training needs pairs: a chosen and "

@@ -239,7 +239,12 @@ def _side(row: SourceRow, keys: DatasetFields, sides: tuple[str, str]) -> Side:
             message = f"{key}: the label {_shown(value)} is not in data.train.label_values, which has {given}. Add it."
             raise RowError(row.place, "bad label", message)
         return side
-    side = _known_spelling(row, key, field_of(row.value, key, row), sides)
+    if value is None:
+        message = f"{key} is null. If that is a tie, set data.train.label_values for each label, with {{null: tie}}. Otherwise"
+        raise RowError(
+            row.place, "null", f"{message} give it a value, or leave such rows out with data.on_bad_row=skip."
+        )
+    side = _known_spelling(row, key, value, sides)
     if side is None:
         raise RowError(row.place, "bad label", _unknown(key, value, sides))
     return side

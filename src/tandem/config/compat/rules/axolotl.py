@@ -1,10 +1,11 @@
 """Rules for Axolotl's configurations."""
 
+from dataclasses import replace
 from typing import Any
 
 from tandem.config.compat.records import Given, Outcome, no_effect, refused, translated
 from tandem.config.compat.rules import hugging_face as shared
-from tandem.config.compat.rules.axolotl_data import has_raw_text, sets_of
+from tandem.config.compat.rules.axolotl_data import has_raw_text, parts_of, sets_of
 from tandem.config.sections.policy import ALL_LINEAR
 
 PREFERENCE = "dpo.preference_loss"
@@ -146,8 +147,10 @@ def datasets(key: str, value: Any, given: Given) -> Outcome:
     settings = TEXT_SETTINGS[sets[0].text]
     note = "; ".join(dict.fromkeys(one.note for one in sets if one.note)) or None
     if len(sets) > 1:
-        return translated({"data.train": [dict(one.fields) for one in sets], **settings}, note)
-    return translated({**{f"data.train.{name}": one for name, one in sets[0].fields.items()}, **settings}, note)
+        found = translated({"data.train": [dict(one.fields) for one in sets], **settings}, note)
+    else:
+        found = translated({**{f"data.train.{name}": one for name, one in sets[0].fields.items()}, **settings}, note)
+    return replace(found, parts=parts_of(value, key, found))
 
 
 def test_datasets(key: str, value: Any, given: Given) -> Outcome:
@@ -159,8 +162,10 @@ def test_datasets(key: str, value: Any, given: Given) -> Outcome:
         return refused(str(error))
     if len(sets) > 1:
         named = {f"test-{i}": dict(one.fields) for i, one in enumerate(sets)}
-        return translated({"data.val_data_paths": named}, "each is measured")
-    return translated({f"data.validation.{name}": one for name, one in sets[0].fields.items()}, sets[0].note)
+        found = translated({"data.val_data_paths": named}, "each is measured")
+    else:
+        found = translated({f"data.validation.{name}": one for name, one in sets[0].fields.items()}, sets[0].note)
+    return replace(found, parts=parts_of(value, key, found))
 
 
 def chat_template(key: str, value: Any, given: Given) -> Outcome:
@@ -218,7 +223,7 @@ def schedule(key: str, value: Any, given: Given) -> Outcome:
 
 
 def length(key: str, value: Any, given: Given) -> Outcome:
-    return shared.length(given.get("num_epochs") or 1, given.get("max_steps"))
+    return shared.length(key, given.get("num_epochs") or 1, given.get("max_steps"))
 
 
 def _period(given: Given, times: str, steps: str) -> int | float | None:

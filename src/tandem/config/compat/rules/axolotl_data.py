@@ -1,8 +1,11 @@
 """Reads the entries of Axolotl's `datasets` and `test_datasets`: where a preference set is, and how its rows are laid out."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tandem.config.compat.records import Outcome, TranslatedKey, no_effect
 from tandem.config.compat.rules.hugging_face import HUB_NAME, PreferenceSet, SetError, rows_of_split
 
 BINARY = "BinaryPreferenceDataset"
@@ -33,6 +36,13 @@ FIELDS = ("field_messages", "field_chosen", "field_rejected", "message_property_
 FIELDS = (*FIELDS, "message_field_role", "message_field_content")
 SOURCE = ("path", "type", "split", "name", "data_files", "revision")
 WITHOUT_EFFECT = ("ds_type", "trust_remote_code", "chat_template", "roles_to_train", "train_on_eos", "train_on_eot")
+PART_TARGETS = {
+    "path": ("data_path",),
+    "data_files": ("data_path",),
+    "split": ("split", "max_rows"),
+    "name": ("subset",),
+    "revision": ("revision",),
+}
 RAW_FORMATS = {"prompt_format": "{prompt}", "chosen_format": "{chosen}", "rejected_format": "{rejected}"}
 
 
@@ -42,6 +52,43 @@ def sets_of(entries: Any, key: str) -> list[PreferenceSet]:
     if not isinstance(entries, list) or not entries or not all(isinstance(one, dict) for one in entries):
         raise SetError("It must be a list of sets, each with path and type.")
     return [one for i, entry in enumerate(entries) for one in _sets_of(entry, f"{key}[{i}]")]
+
+
+def parts_of(entries: Any, key: str, outcome: Outcome) -> tuple[TranslatedKey, ...]:
+    """Return what becomes of each key inside the entries of `datasets`, whose sets are known to be usable."""
+    entries = [entries] if isinstance(entries, dict) else entries
+    return tuple(
+        TranslatedKey(f"{key}[{i}].{name}", value, _part(name, value, outcome))
+        for i, entry in enumerate(entries)
+        for name, value in nested_keys(entry)
+    )
+
+
+def nested_keys(entry: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in entry.items():
+        if isinstance(value, dict) and value:
+            yield from nested_keys(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def _part(name: str, value: Any, outcome: Outcome) -> Outcome:
+    first = name.split(".")[0]
+    if value is None:
+        return no_effect("It is not set.")
+    if first in WITHOUT_EFFECT:
+        return no_effect("Which rows are read, and what is scored, does not depend on it here.")
+    if first == "split" and value == "train":
+        return no_effect("It is the split that is read anyway.")
+    if first in ("roles", "message_property_mappings", "message_field_role", "message_field_content"):
+        return no_effect("These names are known without it; others are refused.")
+    targets = PART_TARGETS.get(first)
+    if targets is None:  # type and field_*: how rows are laid out
+        taken = {one for names in PART_TARGETS.values() for one in names}
+        settings = {one: given for one, given in outcome.settings.items() if one.rpartition(".")[2] not in taken}
+        return replace(outcome, settings=settings or outcome.settings, parts=())
+    settings = {one: given for one, given in outcome.settings.items() if one.rpartition(".")[2] in targets}
+    return replace(outcome, settings=settings or outcome.settings, note=None, parts=())
 
 
 def has_raw_text(entries: Any) -> bool:
@@ -56,10 +103,7 @@ def _sets_of(entry: dict[str, Any], where: str) -> list[PreferenceSet]:
     if unknown := [name for name in entry if name not in (*SOURCE, *FIELDS, *WITHOUT_EFFECT)]:
         raise SetError(f"{where}.{unknown[0]} is not known here. Leave it out, or set data.train instead.")
     layout = _layout(entry, where)
-    ignored = [name for name in WITHOUT_EFFECT if name in entry]
-    notes = [layout.note, f"{', '.join(ignored)} of {where}: no effect" if ignored else None]
-    note = "; ".join(one for one in notes if one) or None
-    return [PreferenceSet({**source, **layout.fields}, note, layout.text) for source in _sources(entry, where)]
+    return [PreferenceSet({**source, **layout.fields}, layout.note, layout.text) for source in _sources(entry, where)]
 
 
 def _sources(entry: dict[str, Any], where: str) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from tandem.config.compat.records import Given, Outcome, no_effect, refused, translated
 
-ANY_NUMBER = 1_000_000  # epochs; the run ends at its number of steps
 # Schedules of transformers, as named here.
 SCHEDULES = {
     "linear": "linear",
@@ -97,11 +96,13 @@ def held_out(key: str, value: Any, given: Given) -> Outcome:
     return translated({"data.validation_share": value}, "pairs with the same prompt stay together")
 
 
-def length(epochs: Any, max_steps: Any) -> Outcome:
+def length(key: str, epochs: Any, max_steps: Any) -> Outcome:
     """The length of the run. Steps, if given, count instead of epochs, and take as many epochs as they need."""
     if max_steps is not None and whole(max_steps) > 0:
-        settings = {"dpo.max_num_steps": whole(max_steps), "dpo.max_num_epochs": ANY_NUMBER}
-        return translated(settings, "enough epochs for these steps")
+        if key in ("num_epochs", "num_train_epochs"):
+            return no_effect("max_steps is the length of the run.")
+        steps = whole(max_steps)  # an epoch has a step or more
+        return translated({"dpo.max_num_steps": steps, "dpo.max_num_epochs": steps}, "enough epochs for these steps")
     if epochs != int(epochs):
         return refused("tandem trains complete epochs. Set a whole number of them, or max_steps.")
     return translated({"dpo.max_num_epochs": whole(epochs)})

@@ -189,7 +189,7 @@ def schedule(key: str, value: Any, given: Given) -> Outcome:
 
 def length(key: str, value: Any, given: Given) -> Outcome:
     epochs = given.get("num_train_epochs")
-    return shared.length(3 if epochs is None else epochs, given.get("max_steps"))
+    return shared.length(key, 3 if epochs is None else epochs, given.get("max_steps"))
 
 
 def validation(key: str, value: Any, given: Given) -> Outcome:

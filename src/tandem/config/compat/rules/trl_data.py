@@ -11,8 +11,12 @@ FILE_LOADERS = ("json", "csv", "parquet", "arrow")  # names that datasets has fo
 FILE_ENDINGS = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".gz", ".zst")
 PEFT_LAYERS = ["q_proj", "v_proj"]
 PEFT_LAYERS_NOTE = "peft's own choice for most models; set target_modules for others"
+MERGED_NOTE = "save_model writes the adapter; tandem export RUN --merged merges it"
 SCRIPT_LORA = {"r": 8, "lora_alpha": 8}  # defaults of LoraConfig
 READ_FIELDS = ("path", "name", "data_dir", "data_files", "split", "revision")
+AFTER_LOADING = ("select", "shuffle", "train_test_split", "part")  # what a script does to a dataset
+OTHER_DATASET = {"train_dataset": "eval_dataset", "eval_dataset": "train_dataset"}
+UNREAD = "The same rows are read without it."
 FREE_FIELDS = ("columns", "streaming", "num_proc", "cache_dir", "token", "trust_remote_code")
 
 
@@ -80,6 +84,12 @@ def peft_config(key: str, value: Any, given: Given) -> Outcome:
     if given.get("peft_config.lora_alpha") is None:
         settings["policy.lora.alpha"] = SCRIPT_LORA["lora_alpha"]
     return _with_layers(settings, given.get("peft_config.target_modules"))
+
+
+def exported_adapter(key: str, value: Any, given: Given) -> Outcome:
+    """TRL's save_model writes the adapter alone."""
+    is_on = trains_adapters(given) and given.get("policy.lora.enabled") is not False
+    return translated({"export.merge_lora": False}, MERGED_NOTE) if is_on else no_effect("")
 
 
 def _with_layers(settings: dict[str, Any], layers: Any) -> Outcome:
@@ -172,14 +182,38 @@ def fields_of(entry: Mapping[str, Any]) -> dict[str, Any] | str:
 
 def script_dataset(key: str, value: Any, given: Given) -> Outcome:
     """train_dataset.* and eval_dataset.*: the load_dataset(...) calls of a script. Each key gives the same result."""
-    section = key.partition(".")[0]
+    section, _, field = key.partition(".")
     if section == "eval_dataset" and not evaluates(given):
         return no_effect("eval_strategy is no, so nothing is validated.")
-    fields = fields_of(given.get(section))
+    if field.split(".")[0] in FREE_FIELDS:
+        return no_effect(UNREAD)
+    entry = dict(given.get(section))
+    limit = entry.get("select")
+    file_of, _, split = field.partition(".")
+    if file_of == "data_files" and split and split != (own := _split_name(entry)):
+        other = given.get(OTHER_DATASET[section])
+        is_read = isinstance(other, Mapping) and value == _file_of_split(other) and evaluates(given)
+        reader = f"; {OTHER_DATASET[section]} reads this one" if is_read else ""
+        return no_effect(f"split={own} reads the other file{reader}.")
+    fields = fields_of({name: one for name, one in entry.items() if name not in AFTER_LOADING})
     if isinstance(fields, str):
         return refused(fields)
+    if limit is not None:
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            return refused("select(range(N)) needs a whole number above 0.")
+        fields["max_rows"] = min(limit, fields.get("max_rows", limit))
     target = "data.train" if section == "train_dataset" else "data.validation"
     return translated({f"{target}.{name}": one for name, one in fields.items()})
+
+
+def _split_name(entry: Mapping[str, Any]) -> str:
+    """train of split=train[:1000], and if no split is given."""
+    return str(entry.get("split") or "train").partition("[")[0]
+
+
+def _file_of_split(entry: Mapping[str, Any]) -> Any:
+    files = entry.get("data_files")
+    return files.get(_split_name(entry)) if isinstance(files, Mapping) else files
 
 
 def held_out(key: str, value: Any, given: Given) -> Outcome:
@@ -187,10 +221,13 @@ def held_out(key: str, value: Any, given: Given) -> Outcome:
         return translated(
             {"data.validation_share": value}, "other pairs than TRL holds out; pairs of a prompt stay together"
         )
-    return refused("tandem holds out a share of the pairs. Set a number between 0 and 1.")
+    return refused(
+        "tandem holds out a share of the pairs, which are not counted yet. Set a number between 0 and 1, or replace it: "
+        f"~{key} data.validation_share=0.05."
+    )
 
 
 RULES = (
-    *(data_type, reference_model, tokenizer, use_peft, peft_config, layers),
+    *(data_type, reference_model, tokenizer, use_peft, peft_config, layers, exported_adapter),
     *(dataset, mixture, script_dataset, held_out),
 )
