@@ -38,6 +38,8 @@ NOT_RANDOM = {"phimoe": ("router_jitter_noise",)}
 TYPES_WITH_SINKS = ("gpt_oss",)
 # Model types with a table of positions that is neither an embedding nor a buffer.
 TYPES_WITH_HIDDEN_TABLE = ("ctrl", "mpt")
+# Widths of experts that all tokens pass through.
+SHARED_EXPERT_SIZES = ("shared_expert_intermediate_size", "shared_intermediate_size")
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Model types whose routers choose the experts with the highest logits, and return logits, weights and chosen experts. Others
 # have no load-balancing loss, as those that balance with a bias instead (DeepSeek-V3), or return something else.
@@ -242,6 +244,21 @@ def router_class(architecture: Architecture) -> type[nn.Module] | None:
     if architecture.model_type not in TYPES_WITH_BALANCE:
         return None
     return architecture.model_class._can_record_outputs["router_logits"].target_class
+
+
+def feed_forward_width(config: Any) -> float:
+    """Return the width of the feed-forward networks that a token passes through in a layer, on average.
+
+    With experts, these are the experts that the token is sent to, and shared ones.
+    """
+    wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    wide = sum(wide) / len(wide) if isinstance(wide, list) else wide  # Gemma 3n: a size per layer
+    chosen = getattr(config, "num_experts_per_tok", None)
+    shared = next((size for name in SHARED_EXPERT_SIZES if (size := getattr(config, name, None))), 0)
+    if not chosen or not any(getattr(config, name, None) for name in NUMBERS_OF_EXPERTS):
+        return shared or wide
+    one = getattr(config, "moe_intermediate_size", None) or wide
+    return chosen * one + (shared or (getattr(config, "n_shared_experts", None) or 0) * one)
 
 
 def windows_of(model: Any) -> set[int | None]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.errors import MachineError, OutOfMemoryError
-from tandem.model.architecture import architecture_of
+from tandem.model.architecture import architecture_of, feed_forward_width
 from tandem.model.distributed.mesh import SINGLE_RANK_MESH, MeshShape
 from tandem.model.distributed.shards import local_shard
 from tandem.model.files.source import ModelSource
@@ -290,13 +290,9 @@ def _fixed_memory(
 
 
 def _bytes_per_token(config: Any, policy: PolicyConfig, precision: str) -> float:
-    hidden = config.hidden_size
-    chosen = getattr(config, "num_experts_per_tok", None)
-    wide = getattr(config, "moe_intermediate_size", None) if chosen else None
-    wide = wide * chosen if wide else (getattr(config, "intermediate_size", None) or 4 * hidden)
-    wide = sum(wide) / len(wide) if isinstance(wide, list) else wide  # Gemma 3n: a size per layer
-    numbers = KEPT_SHARE[policy.activation_checkpointing] * (KEPT_PER_HIDDEN * hidden + KEPT_PER_INTERMEDIATE * wide)
-    return config.num_hidden_layers * numbers * (2 if precision == "bfloat16" else 4)
+    kept = KEPT_PER_HIDDEN * config.hidden_size + KEPT_PER_INTERMEDIATE * feed_forward_width(config)
+    itemsize = 2 if precision == "bfloat16" else 4
+    return config.num_hidden_layers * KEPT_SHARE[policy.activation_checkpointing] * kept * itemsize
 
 
 def _recurrent_bytes_per_token(config: Any, policy: PolicyConfig, precision: str, device: torch.device) -> float:

@@ -5,7 +5,14 @@ import torch
 from models import tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tandem.model.architecture import architecture_of, decoder_layers, has_layer_list, head_of, trunk_of
+from tandem.model.architecture import (
+    architecture_of,
+    decoder_layers,
+    feed_forward_width,
+    has_layer_list,
+    head_of,
+    trunk_of,
+)
 from tandem.model.head import HeadRule, LanguageModelHead
 
 
@@ -67,6 +74,29 @@ def test_special_cases_of_model_types():
     assert where(lambda one: one.has_sinks) == ["gpt_oss"]
     assert where(lambda one: one.has_experts) == ["gpt_oss", "phimoe"]
     assert where(lambda one: one.hides_positions) == ["mpt"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "width"),
+    [
+        ("llama", {"intermediate_size": 100}, 100),
+        ("mixtral", {"intermediate_size": 100, "num_local_experts": 8, "num_experts_per_tok": 2}, 200),
+        ("gpt_oss", {"intermediate_size": 100, "num_local_experts": 8, "num_experts_per_tok": 4}, 400),
+        ("qwen3_moe", {"intermediate_size": 100, "moe_intermediate_size": 30, "num_experts_per_tok": 8}, 240),
+        # and one shared expert of 50
+        (
+            "qwen2_moe",
+            {"moe_intermediate_size": 30, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 50},
+            170,
+        ),
+        # and two shared experts of 30
+        ("deepseek_v3", {"moe_intermediate_size": 30, "num_experts_per_tok": 4, "n_shared_experts": 2}, 180),
+        # Granite 4 without experts
+        ("granitemoehybrid", {"intermediate_size": 10, "num_local_experts": 0, "shared_intermediate_size": 100}, 100),
+    ],
+)
+def test_a_token_passes_through_the_experts_it_is_sent_to(model_type, sizes, width):
+    assert feed_forward_width(AutoConfig.for_model(model_type, **sizes)) == width
 
 
 def test_a_margin_of_the_router_of_phimoe_is_not_random():
