@@ -71,7 +71,7 @@ def read_runs(runs: Sequence[SweepRun]) -> dict[str, Run]:
     """Read the directories of runs, by name. Runs that have written nothing are left out."""
     found = {}
     for run in runs:
-        with suppress(CheckpointError):
+        with suppress(CheckpointError, ConfigError):
             found[run.name] = open_run(run.path)
     return found
 

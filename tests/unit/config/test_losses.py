@@ -242,6 +242,7 @@ def test_every_key_that_a_loss_reads_is_a_key_of_the_schema():
     assert {"f_alpha", *INPUT_SETTINGS, *read} >= set(Dpo.model_fields) - {
         "preference_loss",
         "preference_loss_weight",
+        "router_aux_loss_coef",
         "sft_loss_weight",
         "sft_average_log_probs",
         "max_num_epochs",

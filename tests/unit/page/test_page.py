@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from run_directories import HOSTILE, make_run
 
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import ConfigError
 from tandem.page.comparison import best_of, differing_keys
 from tandem.page.curves import MAX_POINTS, run_charts
 from tandem.page.html import Markup, duration, json_for_script, number, percent, tag, text
@@ -245,7 +245,7 @@ def test_places_that_cannot_be_written_are_refused(tmp_path):
         write_report([folder], tmp_path)
     with pytest.raises(ConfigError, match="is not a writable directory"):
         write_report([folder], tmp_path / "none/page.html")
-    with pytest.raises(CheckpointError):
+    with pytest.raises(ConfigError):
         write_report([tmp_path / "other"])
     with pytest.raises(ConfigError, match="0 runs: a page shows 1 to 200"):
         write_report([])

@@ -402,7 +402,7 @@ def test_report_reads_the_runs_of_a_sweep(tmp_path):
     with pytest.raises(CheckpointError) as refused:
         write_report(["s/sweep.json", "s/logs"])
     assert str(refused.value) == "s/sweep.json: no run of this sweep has started. `tandem sweep` trains them."
-    with pytest.raises(CheckpointError):
+    with pytest.raises(ConfigError):
         write_report(["s/seed-9"])
 
 
