@@ -11,6 +11,7 @@ from models import as_policy, plain_token_logps, random_preference
 from multimodal import FAMILIES, PROCESSOR, multimodal_folder, stored_tensors
 from peft import PeftModel
 from running import SHORT, few_pairs, metrics_of, short_run
+from safetensors.torch import load_file
 from several import run_together
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
@@ -105,7 +106,9 @@ def test_a_run_exports_the_complete_checkpoint(family, as_in_model, tmp_path):
     assert_exported(base, run / "model", dtype=torch.float32 if as_in_model else torch.bfloat16)
     memory, exported = (metrics_of(run, f"{split}-default")[-1] for split in ("validation", "exported"))
     assert exported["loss"] == pytest.approx(memory["loss"], abs=1e-5 if as_in_model else 0.05)
-    assert all(file.stat().st_size < 150_000 for file in (run / "model").glob("*.safetensors"))
+    files = list((run / "model").glob("*.safetensors"))
+    # A tensor is not divided, however large it is.
+    assert len(files) > 2 and all(file.stat().st_size < 150_000 or len(load_file(file)) == 1 for file in files)
     card = (run / "model" / "README.md").read_text()
     assert "pipeline_tag: image-text-to-text" in card
     assert 'AutoModelForImageTextToText.from_pretrained("FOLDER_OR_REPO")' in card
@@ -145,8 +148,6 @@ def test_adapters_are_in_the_text_model_and_load_on_the_complete_model(family, t
 
 
 def stored_adapter(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     return load_file(folder / "adapter_model.safetensors")
 
 

@@ -90,7 +90,8 @@ def kept_by_a_compiled_layer(how, *, rank):
     return sum(numel for place, numel in kept.items() if place not in known) / 512
 
 
-@pytest.mark.parametrize("rank", [8, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [8, 64])
 def test_a_compiled_layer_keeps_few_more_activations_with_adapters(rank):
     """For `full` up to torch 2.12, tests/gpu checks that nothing is kept."""
     plain, adapted = ({how: kept_by_a_compiled_layer(how, rank=which) for how in HOWS} for which in (0, rank))
