@@ -135,7 +135,8 @@ def test_new_adapters_change_nothing(dropout, tolerance):
     torch.testing.assert_close(ours, plain, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("dropout", [pytest.param(0.1, marks=pytest.mark.slow), 0.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", [0.1, 0.0])
 def test_layers_with_adapters_compile_without_graph_breaks(dropout):
     """In bfloat16 over frozen weights. The results are the same without gradients."""
     torch._dynamo.reset()

@@ -37,7 +37,8 @@ def one_machine(small):
     return place
 
 
-@pytest.mark.parametrize("caches", [pytest.param("a shared cache", marks=pytest.mark.slow), "separate caches"])
+@pytest.mark.slow
+@pytest.mark.parametrize("caches", ["a shared cache", "separate caches"])
 def test_machines_store_what_one_stores_and_the_next_run_reads_it(small, one_machine, tmp_path, caches):
     place = CACHES[caches](tmp_path)
     for ended in train(small, place):
