@@ -1,4 +1,4 @@
-"""Modules that are trained in full beside adapters (policy.lora.modules_to_save): which ones, and their names in peft's files.
+"""Modules that are trained in full alongside adapters (policy.lora.modules_to_save): which ones, and their names in peft's files.
 
 peft wraps such a module and keeps a second copy of its weights. tandem trains the module itself, because the reference never
 needs the original weights: its log-probabilities are cached before the first step, or computed by a separate model.
