@@ -34,7 +34,7 @@ def selected_targets(
 ) -> list[str]:
     """Return the full names of the layers that target_modules selects and exclude_modules does not exclude.
 
-    `trained_in_full`: returns, for a name, whether a module is trained without an adapter. Such layers are left out of all-linear.
+    `trained_in_full`: whether a module, given by name, is trained without an adapter. all-linear leaves such layers out.
     """
     layers, head = linear_layers(model)
     known = f"Its linear layers are {listed(sorted({name.rsplit('.', 1)[-1] for name in layers}))}."
