@@ -132,7 +132,7 @@ def test_an_error_after_a_signal_to_all_processes_counts_as_the_stop(tmp_path, m
         except BaseException:
             raise RuntimeError("a process that compiled is gone") from None
 
-    monkeypatch.setattr(build, "compile_row_lengths", fails)
+    monkeypatch.setattr(build, "compile_shapes", fails)
     with pytest.raises(StoppedError) as stopped:
         short_run(tmp_path / "run")
     assert (str(stopped.value), stopped.value.exit_code) == ("stopped by SIGTERM", 143)

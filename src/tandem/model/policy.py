@@ -18,7 +18,7 @@ from tandem.model.head import Head
 from tandem.model.precision.rounding import ShardCasts
 from tandem.model.precision.working_copy import GradientSums, WorkingCopy
 from tandem.model.recurrent.layers import RecurrentLayers, replace_functions
-from tandem.model.router_balance import RouterBalance, token_weights
+from tandem.model.router_balance import BalanceMode, RouterBalance, token_weights
 from tandem.model.transfer import to_device
 from tandem.packing.layout import FILLER, Pack
 from tandem.packing.packer import BLOCK
@@ -78,6 +78,8 @@ class Policy(nn.Module):
         self.keeps_gathered = False
         self.context: Context | None = None  # the ranks that compute the same rows; None: only this one
         self.balance: RouterBalance | None = None  # the load-balancing loss of routers; None: it is off
+        # Whether passes without gradients use the compiled layers of training passes, so that layers are compiled only once.
+        self.shares_graphs = False
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -147,16 +149,25 @@ class Policy(nn.Module):
                 raise RuntimeError("forward and backward must both run inside the same `computing` context.")
             with self.computing():
                 return self.forward(inputs, squares=squares)
-        hidden = self._trunk(inputs).flatten(0, 1)[self.head.positions(inputs)]
+        hidden = self._hidden(inputs).flatten(0, 1)[self.head.positions(inputs)]
         values = self.head.compute(self.model, hidden, inputs, squares=squares)
         if self.context is None:
             return values
         assert inputs.places is not None
         return gather_values(values, inputs.places, inputs.num_values, self.context)
 
-    def _trunk(self, inputs: PackInputs) -> Tensor:
+    def _hidden(self, inputs: PackInputs) -> Tensor:
+        """Return the trunk's hidden states."""
+        mode = "off" if self.balance is None else self.balance.mode
+        if not self.shares_graphs or torch.is_grad_enabled() or mode == "count":
+            return self._trunk(inputs, mode)
+        # With gradients enabled, so that layers are the same as in training, but without saving anything for a backward pass.
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_forget, _refuse_backward):
+            return self._trunk(inputs, "train").detach()
+
+    def _trunk(self, inputs: PackInputs, mode: BalanceMode) -> Tensor:
         if self.balance is not None:
-            self.balance.prepare(inputs.token_weights)
+            self.balance.prepare(mode, inputs.token_weights)
         # The pack's mask replaces the one that transformers would build.
         arguments = {"attention_mask": None, "pack": inputs.mask} if self.packed else {"attention_mask": inputs.mask}
         out = trunk_of(self.model)(
@@ -207,6 +218,14 @@ class Policy(nn.Module):
             self.model.set_attn_implementation(own)
             for hook in hooks:
                 hook.remove()
+
+
+def _forget(saved: Tensor) -> None:
+    return None
+
+
+def _refuse_backward(saved: None) -> Tensor:
+    raise RuntimeError("a pass without gradients has no backward pass")
 
 
 def perturb(values: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from tandem.model.distributed.process_group import Ranks
 from tandem.model.transfer import to_device
 from tandem.packing.layout import FILLER, Pack
 
-Mode = Literal["off", "count", "train"]
+BalanceMode = Literal["off", "count", "train"]
 
 
 class RouterBalance:
@@ -32,7 +32,7 @@ class RouterBalance:
         config = model.config.get_text_config()
         self.top_k: int = config.num_experts_per_tok
         self.coefficient = coefficient
-        self.mode: Mode = "off"
+        self.mode: BalanceMode = "off"
         self._ranks = ranks
         self._routers: list[Any] = [module for module in model.modules() if isinstance(module, router_class)]
         balanced = type(f"Balanced{router_class.__name__}", (_Balanced, router_class), {})
@@ -48,11 +48,11 @@ class RouterBalance:
             ):
                 router.register_buffer(name, torch.zeros(shape, device=ranks.device), persistent=False)
 
-    def prepare(self, token_weights: Tensor | None) -> None:
+    def prepare(self, mode: BalanceMode, token_weights: Tensor | None = None) -> None:
         """Set what the routers do in the next pass. `token_weights`: of each position of its rows."""
         for router in self._routers:
-            router.balance_mode = self.mode
-            if self.mode != "off":
+            router.balance_mode = mode
+            if mode != "off":
                 router.token_weights = token_weights
 
     @contextmanager
@@ -66,7 +66,7 @@ class RouterBalance:
                 yield
         finally:
             self.mode = "off"
-            self.prepare(None)
+            self.prepare("off")
 
     @contextmanager
     def training(self) -> Iterator[Tensor]:
@@ -87,7 +87,7 @@ class RouterBalance:
             yield loss
         finally:
             self.mode = "off"
-            self.prepare(None)
+            self.prepare("off")
 
 
 EXPERTS = ("num_experts", "num_local_experts")
@@ -96,7 +96,7 @@ EXPERTS = ("num_experts", "num_local_experts")
 class _Balanced(nn.Module):
     """A router that counts the experts it chooses, or adds the gradient of the load-balancing loss."""
 
-    balance_mode: Mode
+    balance_mode: BalanceMode
     balance_top_k: int
     token_weights: Tensor  # [positions]
     balance_slopes: (

@@ -277,7 +277,7 @@ def _dense(
 def allow_many_graphs() -> None:
     """Raise torch's limit on compiled graphs from 8 to 64. Beyond the limit, code silently runs uncompiled.
 
-    One graph is compiled for every row length, with and without gradients.
+    One graph is compiled for every row length and kind of layer.
     """
     torch._dynamo.config.recompile_limit = 64
 

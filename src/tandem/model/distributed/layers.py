@@ -90,6 +90,7 @@ def freeze(policy: Policy) -> Policy:
     if policy.working_copy is not None:
         policy.working_copy.keep_copies()
         policy.working_copy = None
+    policy.shares_graphs = False
     return policy.requires_grad_(False)
 
 
@@ -119,10 +120,12 @@ def check_layers(source: ModelSource, policy: PolicyConfig, num_ranks: int) -> b
 def compile_layers(policy: Policy) -> None:
     """Compile each layer separately, so that layers of the same kind share a graph.
 
-    There is one graph for each pack length and each kind of attention, with and without gradients. Convolutions and scans of
-    recurrent layers are not compiled in packs, nor where they are kernels: a layer is then several graphs.
+    There is one graph for each pack length and each kind of attention. Passes without gradients use it too, unless the policy is
+    frozen. Convolutions and scans of recurrent layers are not compiled in packs, nor where they are kernels: a layer is then
+    several graphs.
     """
     allow_many_graphs()
+    policy.shares_graphs = any(True for _ in policy.trained())
     for layer in decoder_layers(policy.model):
         layer.compile(fullgraph=not policy.architecture.recurrent, dynamic=False)
 

@@ -43,7 +43,7 @@ from tandem.training.run.extension import begin_extension
 from tandem.training.run.stopping import Stopping
 from tandem.training.samples import Samples, answers_of, prompts_of, write_samples
 from tandem.training.start.references import audit_model, audit_start, load_sharded, make_references
-from tandem.training.start.rehearsal import compile_row_lengths, forecast_memory
+from tandem.training.start.rehearsal import compile_shapes, forecast_memory
 from tandem.training.start.setup import Setup
 from tandem.training.terms import StepContext
 from tandem.training.validation import ValidationReport, ValidationSet, validate
@@ -247,7 +247,7 @@ def _load(setup: Setup, run: Path, ranks: Ranks, reporter: Reporter, check: Call
     audit_start(setup, policy, found, references, ranks=ranks, reporter=reporter)
     samples = _samples(setup, policy, references, ranks)
     reporter.start_times.begin("compilation and memory")
-    compile_row_lengths(setup, policy, reporter, check)
+    compile_shapes(setup, policy, references.values(), reporter, check)
     return Loaded(
         policy=policy,
         weights=weights,

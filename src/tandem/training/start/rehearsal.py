@@ -1,6 +1,6 @@
-"""Runs rows before the first step: one of each length, so that layers are compiled, and the longest, to forecast memory."""
+"""Runs micro-batches before the first step: each shape, so that layers are compiled, and the longest, to forecast memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -8,31 +8,82 @@ import numpy as np
 import torch
 
 from tandem.model.policy import Policy
-from tandem.packing.layout import join
+from tandem.model.reference import LiveReference, Reference
+from tandem.packing.layout import IntArray, Pack, join
+from tandem.packing.packer import Packer
 from tandem.report.reporter import Reporter
 from tandem.training.adamw import state_bytes
 from tandem.training.memory import Forecast, forecast, refuse_forecast_overflow
 from tandem.training.start.setup import Setup
 from tandem.training.step import count_experts
+from tandem.training.validation import portions
+
+# Of each set, the batches whose micro-batches are looked at. Row lengths are compiled whether or not these batches have them.
+BATCHES_WITH_SHAPES = 64
 
 
-def compile_row_lengths(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[[], None]) -> None:
-    """Run a forward and backward pass on a row of each length, so that layers are compiled before the first step."""
-    packer = setup.plan.train
-    smallest = int(np.argmin(packer.sizes))
-    lengths = [length for length in packer.lengths if length >= packer.sizes[smallest]] if setup.compiles else []
-    if lengths:
-        with reporter.progress("Compiling", len(lengths)) as done:
-            for length in lengths:
-                rows = [packer.row([smallest], length)] * packer.packs_per_micro_batch
-                with policy.computing():
-                    if policy.balance is not None:
-                        count_experts(policy, policy.balance, [join(rows)], setup.device)
-                    with nullcontext() if policy.balance is None else policy.balance.training():
-                        policy(policy.inputs(join(rows), setup.device)).sum().backward()
-                done()
-                check()
+def compile_shapes(
+    setup: Setup, policy: Policy, references: Iterable[Reference], reporter: Reporter, check: Callable[[], None]
+) -> None:
+    """Run every shape of a micro-batch once, so that all layers are compiled before the first step.
+
+    Shapes of training run forward and backward, those of validation only forward, and a reference in memory runs both.
+    """
+    if not (setup.compiles or policy.attention == "flex"):
+        return
+    live = [one for one in references if isinstance(one, LiveReference)][:1]
+    dataset, batches = setup.plan.train, setup.plan.batches.epoch(0)
+    given = [(dataset, shape) for shape in shapes_of(dataset, [(one.preferences, one.bounds) for one in batches])]
+    num_trained = len(given)
+    for one in setup.plan.validation.values():
+        measured = [(portion, None) for portion in portions(one, setup.validation_batch_size)]
+        given += [(one, shape) for shape in shapes_of(one, measured) if shape not in {known for _, known in given}]
+    with reporter.progress("Compiling", len(given)) as done:
+        for number, (packer, shape) in enumerate(given):
+            pack = example(packer, shape)
+            inputs = policy.inputs(pack, setup.device)
+            with policy.computing():
+                if number < num_trained:
+                    _train(policy, pack, setup)
+                else:
+                    with torch.no_grad():
+                        policy(inputs)
+            for one in live:
+                one.token_logps(pack, inputs)
+            done()
+            check()
     policy.zero_grad()
+
+
+def _train(policy: Policy, pack: Pack, setup: Setup) -> None:
+    if policy.balance is not None:
+        count_experts(policy, policy.balance, [pack], setup.device)
+    with nullcontext() if policy.balance is None else policy.balance.training():
+        policy(policy.inputs(pack, setup.device)).sum().backward()
+
+
+def shapes_of(packer: Packer, batches: Sequence[tuple[IntArray, IntArray | None]]) -> list[tuple[int, int]]:
+    """Return the shapes, (rows, tokens per row), of the micro-batches of a set.
+
+    With several packs per micro-batch, shapes that the first 64 batches do not have are missing.
+    """
+    found = {
+        shape for preferences, bounds in batches[:BATCHES_WITH_SHAPES] for shape in packer.shapes(preferences, bounds)
+    }
+    if packer.packs_per_micro_batch == 1 and packer.arrangement != "separate":
+        found |= {(1, length) for length in packer.lengths if length >= packer.sizes.min()}
+        found |= {
+            (packer.num_rows(np.array([one])), packer.length) for one in np.flatnonzero(packer.sizes > packer.length)
+        }
+    return sorted(found)
+
+
+def example(packer: Packer, shape: tuple[int, int]) -> Pack:
+    """Return a micro-batch of a shape, with the shortest preference of the set in as many rows as possible."""
+    num_rows, length = shape
+    row = packer.row([int(np.argmin(packer.sizes))], length)
+    copies, left = divmod(num_rows, row.token_ids.shape[0])
+    return join([row] * copies + [packer.row([], length)] * left)
 
 
 def forecast_memory(setup: Setup, policy: Policy, reporter: Reporter) -> Forecast:
