@@ -82,16 +82,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
 PROCESSOR = {"preprocessor_config.json": '{"do_resize": true}', "processor_config.json": '{"image_seq_length": 4}'}
 
 
-def multimodal_config(family: str, *, tied: bool = True) -> Any:
+def multimodal_config(family: str, *, tied: bool = True, **changes: Any) -> Any:
+    """`changes`: of the text model."""
     given = FAMILIES[family]
-    text = {**SMALL, "vocab_size": 2048, "eos_token_id": 2, "tie_word_embeddings": tied, **given["text_config"]}
+    own = {**given["text_config"], **changes}
+    text = {**SMALL, "vocab_size": 2048, "eos_token_id": 2, "tie_word_embeddings": tied, **own}
     return CONFIG_MAPPING[family](**{**given, "text_config": text, "tie_word_embeddings": tied})
 
 
-def multimodal_folder(folder: Path, family: str, *, tied: bool = True, as_in_model: bool = False) -> Path:
+def multimodal_folder(
+    folder: Path, family: str, *, tied: bool = True, as_in_model: bool = False, **changes: Any
+) -> Path:
     """Save a checkpoint in bfloat16. `as_in_model`: with the names of weights in the model, not those of earlier checkpoints."""
     disable_progress_bar()
-    config = multimodal_config(family, tied=tied)
+    config = multimodal_config(family, tied=tied, **changes)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)

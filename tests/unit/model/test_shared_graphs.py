@@ -49,7 +49,9 @@ def test_a_pass_without_gradients_compiles_nothing_and_gives_the_same_numbers(co
 
 def test_a_pass_without_gradients_keeps_no_activations(compiled, inputs, monkeypatch):
     forget, given, alive = policy._forget, [], []
-    gate = inputs.token_ids.numel() * compiled.model.config.intermediate_size  # only activations of the MLP are so large
+    gate = (
+        inputs.token_ids.numel() * compiled.model.config.intermediate_size
+    )  # only activations of the MLP are so large
 
     def note(saved):
         if saved.numel() == gate:

@@ -41,7 +41,9 @@ def test_every_micro_batch_of_a_run_has_a_shape_that_was_compiled(packing, num_r
     batches = [(np.arange(start, start + 12), None) for start in range(0, 120, 12)]
     looked_at = batches if packing.get("packs_per_micro_batch") or packing.get("mode") else batches[:1]
     compiled = shapes_of(packer, looked_at)
-    met = {pack.token_ids.shape for preferences, bounds in batches for pack in packer.micro_batches(preferences, bounds)}
+    met = {
+        pack.token_ids.shape for preferences, bounds in batches for pack in packer.micro_batches(preferences, bounds)
+    }
     assert met <= set(compiled)
     for shape in compiled:
         assert example(packer, shape).token_ids.shape == shape
