@@ -3,6 +3,7 @@
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tandem.model.files.tiny import tiny_model
 
 pytestmark = pytest.mark.gpu
 # FlexAttention needs a head dimension of at least 16.
-HEADS = {"head_dim": 16, "hidden_size": 64}
+HEADS: Any = {"head_dim": 16, "hidden_size": 64}
 LORA = "policy.lora.enabled=true"
 BALANCED = "dpo.router_aux_loss_coef=0.01"
 SELECTIVE = "policy.activation_checkpointing=selective"
@@ -89,7 +90,8 @@ def test_the_text_model_of_a_multimodal_checkpoint_trains_compiled_and_is_export
     changed = [name for name in before if not torch.equal(after[name], before[name])]
     assert changed
     assert not any(part in name for name in changed for part in ("vision", "visual", "projector"))
-    _, found = AutoModelForImageTextToText.from_pretrained(run / "model", output_loading_info=True)
+    multimodal: Any = AutoModelForImageTextToText
+    _, found = multimodal.from_pretrained(run / "model", output_loading_info=True)
     assert not any(found.values()), found
     assert abs(metrics_of(run)[0]["loss"] - math.log(2)) < 5e-3
 
