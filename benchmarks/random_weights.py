@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from made_model import SHAPES, config_of
 
-# How both sides add adapters: peft's defaults, on all linear layers except the head.
-ADAPTED = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-
 
 def random_model(
     name: str,
@@ -36,9 +33,10 @@ def random_model(
 
 
 def adapter_settings(rank: int) -> Any:
+    """How both sides add adapters: peft's defaults, on all linear layers except the head."""
     from peft import LoraConfig
 
-    return LoraConfig(r=rank, lora_alpha=2 * rank, **ADAPTED)
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def require_quantization(quantization: str | None, shape: str) -> None:
