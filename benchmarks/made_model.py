@@ -51,6 +51,7 @@ QWEN_LINEAR = {
 }
 SHAPES = {
     "tiny": Shape("llama", (256, 512, 4, 4, 2), 4096, tied=True),
+    "smollm2-135m": Shape("llama", (576, 1536, 30, 9, 3), 49_152, tied=True),
     "qwen2.5-0.5b": Shape("qwen2", (896, 4864, 24, 14, 2), 151_936, tied=True),
     "qwen2.5-1.5b": Shape("qwen2", (1536, 8960, 28, 12, 2), 151_936, tied=True),
     "qwen2.5-3b": Shape("qwen2", (2048, 11008, 36, 16, 2), 151_936, tied=True),

@@ -1,16 +1,21 @@
 """Times training steps of a randomly initialised model of a real shape on pairs of realistic lengths.
 
-    python benchmarks/train.py --shape qwen2.5-1.5b --pairs 128 --pack-length 16384 [--mode none] [--weights ...] [--lora 16]
+    python benchmarks/train.py --shape qwen2.5-1.5b --pairs 128 --pack-length 16384 [--mode none] [--weights ...]
+    python benchmarks/train.py --shape llama3.1-8b --pairs 128 --lora 16 [--quantization nf4] [--repeats 3] [--limit-gib 16]
 
 Lengths are log-normal (prompt mean 200, completions mean 250, sigma 0.7, total at most 2,048), the same for every
 system and seed; `--data FILE` reads pairs as token ids instead, one JSON object per line with prompt_ids, chosen_ids and
 rejected_ids. Prints a table and, as its last line, one JSON object. `--profile` adds where the time of a step goes.
+`--repeats` times the same steps several times in one process, for a median. `--limit-gib` limits the memory that torch may take,
+as on a smaller card: a run that needs more fails.
 The times are meaningful only on a GPU; without one, float32 weights are computed in float32.
 """
 
 import argparse
+import itertools
 import json
 import platform
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -23,8 +28,9 @@ import numpy as np
 import torch
 import transformers
 from float8 import compute_in_float8
-from made_model import SHAPES, WARM_UP, config_of
+from made_model import SHAPES, WARM_UP
 from options import options_of
+from random_weights import adapter_settings, random_model, require_quantization
 
 from tandem.config.schema import Config
 from tandem.data.store.token_store import TokenStore
@@ -117,36 +123,41 @@ def as_single_pairs(preferences: list[TokenizedPreference]) -> list[TokenizedPre
 
 def made_policy(o: argparse.Namespace, device: torch.device) -> Policy:
     packed = o.mode == "batch"
-    config = config_of(o.shape, max(8192, o.longest))
     # Frozen weights are in bfloat16 where products are: on a CPU, float32 adapters need float32 weights.
     frozen = o.lora and device.type == "cuda"
     dtype = torch.bfloat16 if o.weights != "float32" or frozen else torch.float32
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=IMPLEMENTATION if packed else "sdpa"
-        )
+    model = random_model(
+        o.shape,
+        longest=max(8192, o.longest),
+        dtype=dtype,
+        attention=IMPLEMENTATION if packed else "sdpa",
+        device=device,
+        quantization=o.quantization,
+    )
     with torch.no_grad():
         for parameter in model.parameters():  # published weights are bfloat16 values
-            parameter.copy_(parameter.bfloat16())
+            if parameter.is_floating_point():
+                parameter.copy_(parameter.bfloat16())
     if o.float8:
         compute_in_float8(list(model.base_model.layers))
     if o.lora:
-        add_adapters(model, o.lora)
+        add_adapters(model, o.lora, joined=o.quantization is None)
     kind = o.attention if o.attention != "auto" else "flex" if device.type == "cuda" else "trees"
-    head = head_of(model, chunk=auto_head_chunk(config.vocab_size, device))
+    head = head_of(model, chunk=auto_head_chunk(SHAPES[o.shape].vocabulary, device))
     return Policy(model.train(), packed=packed, attention=kind, head=head)
 
 
-def add_adapters(model: Any, dim: int) -> None:
-    from peft import LoraConfig, inject_adapter_in_model
+def add_adapters(model: Any, dim: int, *, joined: bool) -> None:
+    """Add adapters as `tandem train` does. Only layers that are not quantised compute adapters in the layer's own products."""
+    from peft import inject_adapter_in_model
 
-    inject_adapter_in_model(LoraConfig(r=dim, lora_alpha=2 * dim, target_modules="all-linear"), model)
+    inject_adapter_in_model(adapter_settings(dim), model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
         if "lora_" in name:
             parameter.data = parameter.data.float()
-    join_adapters(model)
+    if joined:
+        join_adapters(model)
 
 
 @dataclass
@@ -180,18 +191,22 @@ class Bench:
                 self.policy(self.policy.inputs(rows, self.device)).sum().backward()
         self.policy.zero_grad()
 
-    def steps(self, num: int) -> Iterator[tuple[float, StepReport]]:
-        """Run the warm-up and `num` more steps; yield when each was read, one step late as in the trainer, and its report."""
+    def steps(self, num: int, repeats: int = 1) -> Iterator[tuple[float, StepReport]]:
+        """Run the warm-up and `num` more steps, `repeats` times each.
+
+        Yield when each was read, one step late as in the trainer, and its report.
+        """
         precision = "bfloat16" if self.device.type == "cuda" else "float32"
         # Training reads reference values from a cache at no cost, so zeros replace them here.
         context = StepContext(NoReference(), self.config.dpo, self.ranks, precision)
         batches = self.batches()[: num + WARM_UP]
+        batches += batches[WARM_UP:] * (repeats - 1)
         unread: list[PendingStep] = []
         for number, loaded in enumerate(load_ahead(batches, self.packer)):
             unread.append(train_step(self.policy, context, loaded.packs, loaded.batch, self.optimizer, 1.0))
-            while len(unread) > (number >= WARM_UP):
+            # A repeat starts when everything before it is done.
+            while len(unread) > (number >= WARM_UP and (number - WARM_UP + 1) % num > 0):
                 yield self._read(unread.pop(0))
-        yield from map(self._read, unread)
 
     def _read(self, pending: PendingStep) -> tuple[float, StepReport]:
         report = pending.read(self.store.as_store())
@@ -242,7 +257,10 @@ def prepared(o: argparse.Namespace) -> Bench:
     tell("making the model")
     policy = made_policy(o, ranks.device)
     num_trunk = sum(
-        p.numel() for layer in decoder_layers(policy.model) for n, p in layer.named_parameters() if "lora_" not in n
+        p.numel() if p.is_floating_point() else 2 * p.numel()  # nf4: two weights in a byte
+        for layer in decoder_layers(policy.model)
+        for n, p in layer.named_parameters()
+        if "lora_" not in n
     )
     if o.checkpointing != "none":
         recompute(policy, o.checkpointing)
@@ -309,6 +327,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--completion-mean", type=float, default=250)
     parser.add_argument("--longest", type=int, default=2048, help="most tokens of a prompt and completion together")
     parser.add_argument("--steps", type=int, default=5, help="timed steps, after two to warm up")
+    parser.add_argument("--repeats", type=int, default=1, help="how often the timed steps are timed, for a median")
     parser.add_argument("--pack-length", type=int, help="8192 if not given")
     parser.add_argument("--packs", type=int, default=1, help="rows that go through the model together")
     parser.add_argument("--lengths", type=int, nargs="*", help="row lengths; if not given, as training chooses them")
@@ -319,18 +338,33 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--state-dtype", choices=["float32", "bfloat16", "int8"], default="float32")
     parser.add_argument("--float8", action="store_true", help="an experiment: matrix products of the layers in float8")
     parser.add_argument("--lora", type=int, default=0, help="adapters of this rank on all linear layers")
+    parser.add_argument("--quantization", choices=["nf4"], help="of the frozen weights, with --lora")
     parser.add_argument("--checkpointing", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--sharded", action="store_true", help="shard the weights with FSDP, even on one rank")
     parser.add_argument("--keep-gathered", action="store_true", help="policy.parallel.reshard_after_forward=false")
     parser.add_argument("--deterministic", action="store_true", help="as run.deterministic=true")
     parser.add_argument("--reference", action="store_true", help="time the reference pass too")
+    parser.add_argument("--limit-gib", type=float, help="the most memory of the GPU that torch may take")
     parser.add_argument("--profile", action="store_true", help="show where the time of two more steps goes")
     o = parser.parse_args()
-    if o.steps < 1 or o.pairs < 1 or o.completions < 2 or (o.pack_length is not None and o.pack_length < 1):
-        parser.error("--steps, --pairs and --pack-length are at least 1, --completions at least 2")
+    if (
+        o.steps < 1
+        or o.repeats < 1
+        or o.pairs < 1
+        or o.completions < 2
+        or (o.pack_length is not None and o.pack_length < 1)
+    ):
+        parser.error("--steps, --repeats, --pairs and --pack-length are at least 1, --completions at least 2")
     if o.lora and o.weights != "float32":
         parser.error("--lora: with adapters the model's own weights are frozen; leave out --weights")
+    if o.quantization and not o.lora:
+        parser.error("--quantization: quantised weights are frozen; give --lora too")
+    if o.limit_gib is not None and not torch.cuda.is_available():
+        parser.error("--limit-gib is of a GPU, and there is none")
+    if o.limit_gib is not None and o.limit_gib <= 0:
+        parser.error("--limit-gib is more than 0")
+    require_quantization(o.quantization, o.shape)
     if o.profile and not torch.cuda.is_available():
         parser.error("--profile is of a GPU, and there is none")
     if o.mode == "none" and (o.pack_length or o.lengths or o.no_sharing or o.attention != "auto"):
@@ -358,9 +392,16 @@ def tell(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
 
+def limit_memory(gib: float) -> None:
+    """Make torch fail where a card of this size would run out of memory. CUDA's own memory, about half a GiB, is not counted."""
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / torch.cuda.mem_get_info()[1]))
+
+
 def main() -> None:
     options = parsed()
     began = time.perf_counter()
+    if options.limit_gib is not None:
+        limit_memory(options.limit_gib)
     if options.deterministic:
         compute_deterministically()
     bench = prepared(options)
@@ -370,10 +411,15 @@ def main() -> None:
     compiled = time.perf_counter() - began
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    tell(f"{WARM_UP} steps to warm up, {options.steps} to time")
-    ends, reports = zip(*bench.steps(options.steps), strict=True)
+    tell(
+        f"{WARM_UP} steps to warm up, {options.steps} to time" + (f", {options.repeats} times" * (options.repeats > 1))
+    )
+    ends, reports = zip(*bench.steps(options.steps, options.repeats), strict=True)
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
-    timed, done = ends[-1] - ends[WARM_UP - 1], reports[WARM_UP:]
+    reserved = torch.cuda.max_memory_reserved() / 2**30 if cuda else None
+    marks = ends[WARM_UP - 1 :: options.steps]
+    seconds = [after - before for before, after in itertools.pairwise(marks)]
+    timed, done = statistics.median(seconds), reports[WARM_UP : WARM_UP + options.steps]
     pairs, tokens = sum(r.num_pairs for r in done), sum(r.num_tokens for r in done)
     shape = SHAPES[options.shape]
     scored = bench.num_scored()
@@ -383,11 +429,13 @@ def main() -> None:
         "benchmark": "train",
         **{name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
         "pairs_per_second": round(pairs / timed, 2),
+        "each": [round(pairs / one, 2) for one in seconds],
         "unique_tokens_per_second": round(tokens / timed),
         "useful_tflops": round(useful / timed / 1e12, 1),
         "pack_fill": round(sum(r.pack_fill for r in done) / len(done), 3),
         "built_and_compiled_seconds": round(compiled, 1),
         "peak_gib": peak and round(peak, 1),
+        "reserved_gib": reserved and round(reserved, 1),
         "reference_pairs_per_second": round(bench.reference_pairs_per_second(), 1) if options.reference else None,
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
         "torch": torch.__version__,

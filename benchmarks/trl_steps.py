@@ -4,13 +4,18 @@
 
 Tuned with the fastest known settings: the reference computed beforehand, lengths grouped, no activation checkpointing, Liger's
 layers and, since attention is causal and rows are padded on the right, a mask of ones, with which SDPA uses its flash kernel.
+With --lora, adapters are those that TRL's users get: peft on all linear layers except the head, float32 weights under bfloat16
+autocast (peft's autocast_adapter_dtype); over weights quantised to nf4, TRL itself casts them to bfloat16. The reference is the
+model with its adapters disabled.
 Every update has the pairs of one batch of the file, as in train.py, so the timed pairs are the same. The last line is one
 JSON object.
 """
 
 import argparse
 import copy
+import itertools
 import json
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -19,8 +24,9 @@ from typing import Any
 import torch
 import transformers
 import trl_python
-from made_model import SHAPES, WARM_UP, config_of
+from made_model import SHAPES, WARM_UP
 from options import options_of
+from random_weights import adapter_settings, random_model, require_quantization
 
 
 def parsed() -> argparse.Namespace:
@@ -31,12 +37,22 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, default=8, help="pairs in a micro-batch")
     parser.add_argument("--accumulate", type=int, default=16)
     parser.add_argument("--steps", type=int, default=3, help="timed steps, after two to warm up")
+    parser.add_argument("--repeats", type=int, default=1, help="how often the timed steps are timed, for a median")
+    parser.add_argument(
+        "--lora", type=int, default=0, help="adapters of this rank on all linear layers except the head"
+    )
+    parser.add_argument("--quantization", choices=["nf4"], help="of the frozen weights, with --lora")
     parser.add_argument(
         "--stock", action="store_true", help="TRL's own defaults: live reference, checkpointing, padded mask"
     )
     parser.add_argument("--liger", action="store_true")
     parser.add_argument("--compile", action="store_true", help="use torch_compile of the trainer")
-    return parser.parse_args()
+    o = parser.parse_args()
+    if min(o.steps, o.repeats, o.micro_batch, o.accumulate) < 1:
+        parser.error("--steps, --repeats, --micro-batch and --accumulate are at least 1")
+    if o.quantization and not o.lora:
+        parser.error("--quantization: quantised weights are frozen; give --lora too")
+    return o
 
 
 def padded_length(row: dict[str, list[int]]) -> int:
@@ -55,7 +71,9 @@ def tokenizer_for_padding() -> Any:
 
 def main() -> None:
     o = parsed()
-    trl_python.require("datasets", "trl", *(["liger_kernel"] if o.liger else []))
+    more = [name for name, used in {"liger_kernel": o.liger, "peft": o.lora}.items() if used]
+    trl_python.require("datasets", "trl", *more)
+    require_quantization(o.quantization, o.shape)
     import datasets  # pyright: ignore[reportMissingImports]
     import trl  # pyright: ignore[reportMissingImports]
     from trl.trainer.dpo_trainer import DataCollatorForPreference  # pyright: ignore[reportMissingImports]
@@ -70,12 +88,17 @@ def main() -> None:
         raise SystemExit(f"{o.data}: {len(batches)} steps need {pairs * len(batches)} pairs, but there are {len(rows)}")
     if not o.stock:  # lengths grouped; TRL's sampler would also change which pairs are in an update
         batches = [sorted(batch, key=padded_length, reverse=True) for batch in batches]
-    torch.manual_seed(0)
-    with torch.device("cuda" if cuda else "cpu"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config_of(o.shape), dtype=getattr(torch, o.weights), attn_implementation="sdpa"
-        )
-    reference = copy.deepcopy(model).requires_grad_(False) if o.stock else None
+    model = random_model(
+        o.shape,
+        longest=8192,
+        dtype=getattr(torch, o.weights),
+        attention="sdpa",
+        device=torch.device("cuda" if cuda else "cpu"),
+        quantization=o.quantization,
+    )
+    reference = copy.deepcopy(model).requires_grad_(False) if o.stock and not o.lora else None
+    distinct = [row for batch in batches for row in batch]
+    order = [*range(len(distinct)), *list(range(WARM_UP * pairs, len(distinct))) * (o.repeats - 1)]
 
     class Collator(DataCollatorForPreference):
         def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -88,11 +111,16 @@ def main() -> None:
         def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
             return dataset  # token ids already
 
+        def _precompute_ref_logps(self, dataset: Any, *given: Any, **named: Any) -> Any:
+            """Every pair once, although its step is timed several times."""
+            return super()._precompute_ref_logps(dataset.select(range(len(distinct))), *given, **named).select(order)
+
     marks: list[float] = []
 
     class Clock(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step not in (WARM_UP, WARM_UP + o.steps):  # no synchronisation between the timed steps
+            timed = state.global_step - WARM_UP
+            if timed < 0 or timed % o.steps:  # no synchronisation between the timed steps
                 return
             if cuda:
                 torch.cuda.synchronize()
@@ -102,7 +130,7 @@ def main() -> None:
 
     settings = trl.DPOConfig(
         output_dir=tempfile.mkdtemp(),
-        max_steps=WARM_UP + o.steps,
+        max_steps=WARM_UP + o.steps * o.repeats,
         per_device_train_batch_size=o.micro_batch,
         gradient_accumulation_steps=o.accumulate,
         learning_rate=1e-6,
@@ -126,13 +154,15 @@ def main() -> None:
         model=model,
         ref_model=reference,
         args=settings,
-        train_dataset=datasets.Dataset.from_list([row for batch in batches for row in batch]),
+        train_dataset=datasets.Dataset.from_list(distinct).select(order),
         processing_class=tokenizer,
         data_collator=Collator(pad_token_id=0, max_length=2048),
         callbacks=[Clock()],
+        peft_config=adapter_settings(o.lora) if o.lora else None,
     )
     trainer.train()
-    seconds = marks[-1] - marks[0]
+    each = [after - before for before, after in itertools.pairwise(marks)]
+    seconds = statistics.median(each)
     timed = [row for batch in batches[WARM_UP:] for row in batch]
     tokens = sum(len(row[f"{part}_ids"]) for row in timed for part in ("prompt", "chosen", "rejected"))
     micro = [timed[at : at + o.micro_batch] for at in range(0, len(timed), o.micro_batch)]
@@ -141,6 +171,7 @@ def main() -> None:
         "benchmark": "trl_steps",
         **{name: str(value) if isinstance(value, Path) else value for name, value in vars(o).items()},
         "pairs_per_second": round(len(timed) / seconds, 2),
+        "each": [round(len(timed) / one, 2) for one in each],
         "unique_tokens_per_second": round(tokens / seconds),
         "computed_per_unique_token": round(computed / tokens, 2),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if cuda else None,

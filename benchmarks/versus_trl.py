@@ -1,11 +1,13 @@
 """Compares the speed of training steps of tandem and TRL on the same pairs.
 
-    python benchmarks/versus_trl.py --shape qwen2.5-1.5b [--settings learning bfloat16 stock] [--trl-python PYTHON]
+    python benchmarks/versus_trl.py --shape qwen2.5-1.5b [--settings learning bfloat16 stock lora qlora] [--trl-python PYTHON]
 
 Every step has the same 128 pairs on both sides; clipping and metrics are on. `learning`: float32 weights, bfloat16
 computation, the reference computed beforehand. `bfloat16`: bfloat16 weights and optimizer states on both sides, tandem's
-rounded stochastically. `stock`: TRL's defaults (live reference, activation checkpointing) and tandem's. Needs a GPU. The last
-line is one JSON object.
+rounded stochastically. `stock`: TRL's defaults (live reference, activation checkpointing) and tandem's. `lora`: adapters of
+rank 16 on all linear layers except the head, over bfloat16 weights. `qlora`: the same over weights quantised to nf4.
+`--repeats` times the steps several times on each side, after building and compiling once, and prints the median and the range.
+Needs a GPU. The last line is one JSON object.
 """
 
 import json
@@ -26,16 +28,27 @@ HERE = Path(__file__).parent
 MEMORY = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 PAIRS = 128
 # TRL's pairs in a micro-batch: the largest power of two that fits on one H200. Half as many are 15 to 34 % slower.
-MICRO_BATCH = {("qwen2.5-1.5b", "learning"): 8, ("qwen2.5-1.5b", "bfloat16"): 16, ("llama3.1-8b", "bfloat16"): 4}
+# With adapters at 8B, 8 ran out of memory; with nf4, 4 is assumed.
+MICRO_BATCH = {
+    ("qwen2.5-1.5b", "learning"): 8,
+    ("qwen2.5-1.5b", "bfloat16"): 16,
+    ("llama3.1-8b", "bfloat16"): 4,
+    ("llama3.1-8b", "lora"): 4,
+    ("llama3.1-8b", "qlora"): 4,
+}
 OURS = {
     "learning": [],
     "bfloat16": ["--weights", "bfloat16_stochastic", "--state-dtype", "bfloat16"],
     "stock": [],
+    "lora": ["--lora", "16"],
+    "qlora": ["--lora", "16", "--quantization", "nf4"],
 }
 THEIRS = {
     "learning": ["--weights", "float32", "--liger"],
     "bfloat16": ["--weights", "bfloat16", "--liger"],
     "stock": ["--weights", "bfloat16", "--stock"],
+    "lora": ["--weights", "bfloat16", "--liger", "--lora", "16"],
+    "qlora": ["--weights", "bfloat16", "--liger", "--lora", "16", "--quantization", "nf4"],
 }
 
 
@@ -70,6 +83,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-1.5b")
     parser.add_argument("--settings", choices=OURS, nargs="+", default=["learning", "bfloat16"])
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="how often the steps are timed on each side, for a median"
+    )
     parser.add_argument("--pack-length", type=int, default=16384)
     parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--trl-compile", action="store_true", help="run TRL with torch_compile instead of Liger")
@@ -81,8 +97,8 @@ def main() -> None:
     parser.add_argument("--trl-python", default=sys.executable)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tandem-versus"))
     o = parser.parse_args()
-    if min(o.pairs, o.steps, 1 if o.trl_micro_batch is None else o.trl_micro_batch) < 1:
-        parser.error("--pairs, --steps and --trl-micro-batch are at least 1")
+    if min(o.pairs, o.steps, o.repeats, 1 if o.trl_micro_batch is None else o.trl_micro_batch) < 1:
+        parser.error("--pairs, --steps, --repeats and --trl-micro-batch are at least 1")
     if not torch.cuda.is_available():
         parser.error("TRL is timed with Liger's kernels, which need a GPU, and there is none")
     trl_python.check(o.trl_python, "datasets", "liger_kernel", "trl")
@@ -95,9 +111,10 @@ def main() -> None:
     o.folder.mkdir(parents=True, exist_ok=True)
     data = o.folder / "pairs.jsonl"
     write_pairs(data, o.pairs * (o.steps + WARM_UP), SHAPES[o.shape].vocabulary)
-    common = ["--shape", o.shape, "--data", str(data), "--steps", str(o.steps)]
+    common = ["--shape", o.shape, "--data", str(data), "--steps", str(o.steps), "--repeats", str(o.repeats)]
     found: dict[str, Any] = {}
-    print(f"{'':<10} {'tandem':>16} {'TRL':>16} {'ratio':>7}")
+    wide = 32 if o.repeats > 1 else 16
+    print(f"{'':<10} {'tandem':>{wide}} {'TRL':>{wide}} {'ratio':>7}")
     for setting in o.settings:
         ours = run(
             sys.executable,
@@ -113,7 +130,7 @@ def main() -> None:
         theirs = run(o.trl_python, "trl_steps.py", *common, *batch, *tuned, memory=MEMORY)
         found[setting] = {"tandem": ours, "trl": theirs}
         print(
-            f"{setting:<10} {speed_and_memory(ours):>16} {speed_and_memory(theirs):>16} {ratio(ours, theirs):>7}",
+            f"{setting:<10} {speed_and_memory(ours):>{wide}} {speed_and_memory(theirs):>{wide}} {ratio(ours, theirs):>7}",
             flush=True,
         )
     print(json.dumps(found))
@@ -121,7 +138,11 @@ def main() -> None:
 
 
 def speed_and_memory(one: dict[str, Any]) -> str:
-    return f"{one['pairs_per_second']} ({one['peak_gib']} GiB)" if one["pairs_per_second"] else "failed"
+    """The speed, of several repeats the median with its range, and the peak."""
+    if not one["pairs_per_second"]:
+        return "failed"
+    between = f", {min(one['each'])} to {max(one['each'])}" if len(one["each"]) > 1 else ""
+    return f"{one['pairs_per_second']} ({one['peak_gib']} GiB{between})"
 
 
 def ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from tandem.config.keys import with_table
 from tandem.embedded.files import TRAIN
 
 # Imported by the others; the rest are commands.
-MODULES = {"alternatives", "drawing", "made_model", "options", "trl_python"}
+MODULES = {"alternatives", "drawing", "made_model", "options", "random_weights", "trl_python"}
 COMMANDS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in MODULES)
 NEEDED = "trl==1.16.0 liger-kernel==0.8.5"
 
@@ -99,6 +99,10 @@ def test_head(bench):
         ),
         ("--pack-length", 128, "--lora", 2, "--no-sharing", "--checkpointing", "selective", "--deterministic"),
         ("--mode", "none", "--longest", 64),
+        pytest.param(
+            ("--pack-length", 128, "--lora", 2, "--quantization", "nf4", "--checkpointing", "full"),
+            marks=pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes"),
+        ),
     ],
 )
 def test_train(bench, token_pairs, options):
@@ -106,6 +110,39 @@ def test_train(bench, token_pairs, options):
     assert result["pairs_per_second"] > 0
     assert 0.1 < result["pack_fill"] <= 1
     assert (result["reference_pairs_per_second"] is None) == ("--reference" not in options)
+
+
+def test_train_times_its_steps_several_times(bench, token_pairs):
+    given = ("--data", token_pairs, "--pairs", 4, "--steps", 2, "--pack-length", 128, "--packs", 2)
+    result = last_line(bench("train", *given, "--repeats", 3))
+    assert len(result["each"]) == 3
+    assert result["pairs_per_second"] == sorted(result["each"])[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--quantization", "nf4"], "--quantization: quantised weights are frozen; give --lora too"),
+        (["--limit-gib", 8], "--limit-gib is of a GPU, and there is none"),
+        (["--repeats", 0], "--steps, --repeats, --pairs and --pack-length are at least 1, --completions at least 2"),
+    ],
+)
+def test_train_refuses_what_it_cannot_time(bench, given, message):
+    ended = bench("train", *given)
+    assert (ended.code, ended.err.splitlines()[-1]) == (2, f"train.py: error: {message}")
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed here")
+def test_train_needs_bitsandbytes_for_quantised_weights(bench):
+    message = "--quantization nf4: the package bitsandbytes is not installed: pip install bitsandbytes.\n"
+    assert bench("train", "--lora", 2, "--quantization", "nf4") == Ended(1, "", message)
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+def test_train_quantises_no_recurrent_layers(bench):
+    message = "--quantization nf4: tiny-granite4 has recurrent layers, whose random weights are not made here.\n"
+    given = ("--lora", 2, "--quantization", "nf4", "--shape", "tiny-granite4")
+    assert bench("train", *given) == Ended(1, "", message)
 
 
 def test_train_generates_its_pairs(bench):
