@@ -41,7 +41,7 @@ SETTINGS = (
 )  # fmt: skip
 NOT_SHOWN = ("dpo.val_", "dpo.early_stopping_patience")
 LORA_SETTINGS = (
-    *("dim", "alpha", "use_rslora", "dropout", "target_modules", "exclude_modules", "modules_to_save"),
+    *("dim", "alpha", "use_rslora", "use_dora", "dropout", "target_modules", "exclude_modules", "modules_to_save"),
     *("loraplus_lr_ratio", "quantization"),
 )
 PACKAGES = ("torch", "transformers", "peft")

@@ -100,6 +100,8 @@ def estimate_memory(
 ) -> MemoryEstimate:
     num = sum(parameter.numel() for parameter in empty_model(source).parameters())
     per_token = _bytes_per_token(source.config.get_text_config(), policy, precision)
+    if lora is not None:  # DoRA keeps the output of each layer, before its rows are scaled
+        per_token += KEPT_SHARE[policy.activation_checkpointing] * lora.num_magnitudes * _itemsize(precision)
     per_token = (per_token + _recurrent_bytes_per_token(source.config, policy, precision, device)) / mesh.context
     head = LOGITS_BYTES if device.type == "cuda" else 0  # chunks of logits are small on a CPU
     parts = _fixed_memory(num, policy, lora, precision, mesh)
@@ -291,8 +293,11 @@ def _fixed_memory(
 
 def _bytes_per_token(config: Any, policy: PolicyConfig, precision: str) -> float:
     kept = KEPT_PER_HIDDEN * config.hidden_size + KEPT_PER_INTERMEDIATE * feed_forward_width(config)
-    itemsize = 2 if precision == "bfloat16" else 4
-    return config.num_hidden_layers * KEPT_SHARE[policy.activation_checkpointing] * kept * itemsize
+    return config.num_hidden_layers * KEPT_SHARE[policy.activation_checkpointing] * kept * _itemsize(precision)
+
+
+def _itemsize(precision: str) -> int:
+    return 2 if precision == "bfloat16" else 4
 
 
 def _recurrent_bytes_per_token(config: Any, policy: PolicyConfig, precision: str, device: torch.device) -> float:

@@ -24,10 +24,10 @@ from tandem.exporting.weights import _empty_model
 from tandem.model.distributed.layers import shard
 from tandem.model.distributed.mesh import MeshShape
 from tandem.model.distributed.process_group import make_ranks
-from tandem.model.distributed.sharded_load import _Files, read_shards
+from tandem.model.distributed.sharded_load import _Files
 from tandem.model.files.source import find_model
 from tandem.model.load import as_policy, load_policy, unloaded_model
-from tandem.model.lora.adapters import adapt_unloaded, load_adapted, merge_adapters
+from tandem.model.lora.adapters import adapt_unloaded, load_adapted, merge_adapters, read_weights
 from tandem.model.lora.layers import lora_layers, plan_lora
 
 CPU = torch.device("cpu")
@@ -44,7 +44,9 @@ BOTH_DTYPES = ("llama", "tied", "gpt_oss", "qwen3_moe", *EXPERTS)
 LORA = {"enabled": True, "dim": 4, "target_modules": ["q_proj", "down_proj"]}
 ADAPTED = {
     "new adapters": ("llama", LORA),
+    "new DoRA adapters": ("llama", {**LORA, "use_dora": True}),
     "a trained adapter": ("llama", {"enabled": True, "adapter": "adapter"}),
+    "a trained DoRA adapter": ("llama", {"enabled": True, "adapter": "dora"}),
     "adapters and experts": ("mixtral", {**LORA, "target_modules": ["q_proj", "v_proj"]}),
 }
 
@@ -88,7 +90,7 @@ def loaded_both_ways(folder, dtype, shape, settings=None):
     assert all(one.is_meta for name, one in policy.named_parameters() if "lora_" not in name)
     mixed = dtype == torch.bfloat16  # computes in bfloat16 if frozen weights and adapters have different dtypes
     with counted_numbers() as counted:
-        shard(policy, make_ranks(CPU, shape), bfloat16=mixed, read=lambda: read_shards(source, unloaded, CPU))
+        shard(policy, make_ranks(CPU, shape), bfloat16=mixed, read=lambda: read_weights(source, unloaded, CPU, plan))
     if shape.shard == 2 and source.config.model_type not in JOINED:
         assert sum(counted) == num_own_numbers(policy)
     assert isinstance(policy.model.get_input_embeddings().weight, DTensor)
@@ -149,7 +151,7 @@ def _rank(number, path, folders, answers):
         for dtype, shape in product(dtypes, shapes):
             answers.put((name, loaded_both_ways(folder, dtype, shape)))
     for name, (model, settings) in ADAPTED.items():
-        given = settings | ({"adapter": str(folders["llama"].parent / "adapter")} if "adapter" in settings else {})
+        given = settings | ({"adapter": str(folders["llama"].parent / settings["adapter"])} if "adapter" in settings else {})
         answers.put((name, loaded_both_ways(folders[model], None, MeshShape(shard=2), given)))
     answers.put(None)
     dist.destroy_process_group()
@@ -168,6 +170,7 @@ def found(tmp_path_factory):
     folders["several files"] = model_folder(folder / "several", "llama")
     split_files(folders["several files"])
     trained_adapter(folders["llama"], folder / "adapter")
+    trained_adapter(folders["llama"], folder / "dora", use_dora=True)
     answers = SERVER.SimpleQueue()
     processes.start_processes(
         _rank, (str(folder / "store"), folders, answers), nprocs=2, start_method=SERVER.get_start_method()

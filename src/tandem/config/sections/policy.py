@@ -125,6 +125,10 @@ class Lora(Section):
         default=False,
         description="scale adapters by alpha / sqrt(dim) (rank-stabilised LoRA); taken from lora.adapter if that is set",
     )
+    use_dora: bool = Field(
+        default=False,
+        description="DoRA: also train the length of each row of an adapted weight; taken from lora.adapter if that is set",
+    )
     dropout: float = Field(
         default=0.0,
         ge=0,

@@ -17,7 +17,8 @@ from tandem.storage.cache import content_of, is_checkpoint
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-WEIGHT = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+WEIGHT = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?:(?P<side>[AB])\.weight|magnitude_vector)")
+MAGNITUDE = "magnitude"
 
 # Keys of adapter_config.json that describe how an adapter was made or where it belongs, not what it computes.
 DESCRIPTIVE_KEYS = {
@@ -25,7 +26,7 @@ DESCRIPTIVE_KEYS = {
     "loftq_config", "lora_dropout", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision",
     "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
-READ_KEYS = {"r", "lora_alpha", "use_rslora", "modules_to_save"}
+READ_KEYS = {"r", "lora_alpha", "use_rslora", "use_dora", "modules_to_save"}
 # Initialisations that leave the base weights unchanged; others (PiSSA, OLoRA) subtract the initial adapter from them.
 PLAIN_INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
 UNSET = (None, False, "none", [], {})
@@ -40,7 +41,9 @@ class TrainedAdapter:
     dim: int
     alpha: float
     rslora: bool
-    shapes: dict[str, dict[str, tuple[int, ...]]]  # module -> {"A": [dim, in], "B": [out, dim]}
+    dora: bool
+    # module -> {"A": [dim, in], "B": [out, dim]}, and with DoRA "magnitude": [out]
+    shapes: dict[str, dict[str, tuple[int, ...]]]
     modules_to_save: tuple[str, ...]  # ends of the names of modules that were trained in full
     saved: dict[str, tuple[int, ...]]  # the weights of these modules -> their shapes
 
@@ -92,13 +95,16 @@ def read_adapter(name: str) -> TrainedAdapter:
         raise ConfigError(
             f"{key}: modules_to_save in its {CONFIG_FILE} is not a list of names. Save it again with peft."
         )
+    dora = bool(described.get("use_dora"))
     shapes, saved = _read_shapes(key, folder / WEIGHTS_FILE, has_saved=bool(to_save))
+    _check_complete(key, shapes, dora=dora)
     return TrainedAdapter(
         name=name,
         folder=folder,
         dim=dim,
         alpha=float(alpha),
         rslora=bool(described.get("use_rslora")),
+        dora=dora,
         shapes=shapes,
         modules_to_save=tuple(to_save),
         saved=saved,
@@ -144,7 +150,7 @@ def _read_shapes(
             for name in sorted(file.keys()):
                 shape = tuple(file.get_slice(name).get_shape())
                 if found := WEIGHT.fullmatch(name):
-                    shapes.setdefault(found["module"], {})[found["side"]] = shape
+                    shapes.setdefault(found["module"], {})[found["side"] or MAGNITUDE] = shape
                 elif has_saved and name.startswith(PREFIX) and ".lora_" not in name:
                     saved[name.removeprefix(PREFIX)] = shape
                 else:
@@ -153,8 +159,19 @@ def _read_shapes(
                     )
     except SafetensorError as error:
         raise ConfigError(f"{key}: its weights are not readable as safetensors ({error}). Is it complete?") from None
-    if half := next((module for module, sides in shapes.items() if len(sides) < 2), None):
-        raise ConfigError(
-            f"{key}: has only one of the two weights (lora_A, lora_B) of {half}, so it is incomplete. Download it again."
-        )
     return shapes, saved
+
+
+def _check_complete(key: str, shapes: dict[str, dict[str, tuple[int, ...]]], *, dora: bool) -> None:
+    """Raise ConfigError unless every layer has all of its weights, and only those. `dora`: whether it should have magnitudes."""
+    for module, sides in shapes.items():
+        if not sides.keys() >= {"A", "B"}:
+            raise ConfigError(
+                f"{key}: has only one of the two weights (lora_A, lora_B) of {module}, so it is incomplete. Download it again."
+            )
+        if (MAGNITUDE in sides) != dora:
+            found = "has no" if dora else "has a"
+            raise ConfigError(
+                f"{key}: {found} lora_magnitude_vector of {module}, but use_dora is {str(dora).lower()} in its {CONFIG_FILE}. Save "
+                "it again with peft."
+            )

@@ -22,6 +22,7 @@ from tandem.storage.cache import fingerprint
 from tandem.terminal.commands import install_command
 
 ADAPTER = "default"  # peft's name for a single adapter
+MAGNITUDES = ".lora_magnitude_vector."
 MORE_PRECISE_THAN_BFLOAT16 = ("F64", "F32", "F16")  # names in safetensors
 # How peft refuses layers: Module 'out_proj' is incompatible with ... Incompatible modules: {'conv1d', 'out_proj'}.
 MAMBA = re.compile(
@@ -37,6 +38,7 @@ class LoraPlan:
     alpha: float
     dropout: float
     rslora: bool
+    dora: bool
     targets: tuple[str, ...]  # full names of modules
     names: tuple[str, ...]  # the shortest names that match exactly those modules
     saved: SavedModules  # trained in full
@@ -46,6 +48,7 @@ class LoraPlan:
     quantization: str | None
     num_trained: int = 0
     num_frozen: int = 0
+    num_magnitudes: int = 0  # of DoRA; a part of num_trained
 
     def peft_config(self, base: str | None = None, revision: str | None = None) -> Any:
         """Build peft's configuration. `base`: the name of the model that the adapters belong to."""
@@ -61,7 +64,9 @@ class LoraPlan:
             lora_dropout=self.dropout,
             use_rslora=self.rslora,
             target_modules=list(self.names),
-            # Only in files: in memory, these modules are trained without peft's wrapper, which keeps a copy.
+            # Only in files. In memory, DoraLinear adds magnitudes, and modules are trained without peft's wrapper, which keeps a
+            # copy of them.
+            use_dora=self.dora and base is not None,
             modules_to_save=list(self.saved.peft_names) or None if base is not None else None,
         )
 
@@ -107,6 +112,7 @@ def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: 
         )
     model = empty_model(source)
     start = None if lora.adapter is None else read_adapter(lora.adapter)
+    _check_dora(lora, start)
     # peft loads an exported adapter on the complete model, whose other parts may have layers of the same names.
     modules = empty_model(source, complete=True) if is_multimodal(source.config) else model
     saved = select_saved(model, source, lora, start)
@@ -124,6 +130,7 @@ def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: 
         alpha=lora.alpha if start is None else start.alpha,
         dropout=lora.dropout,
         rslora=lora.use_rslora if start is None else start.rslora,
+        dora=lora.use_dora if start is None else start.dora,
         targets=tuple(targets),
         names=short_names(targets, [name for name, _ in modules.named_modules()]),
         saved=saved,
@@ -136,7 +143,8 @@ def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: 
         inject(model, plan, source)
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     num_frozen = sum(parameter.numel() for parameter in model.parameters()) - num_trained
-    return replace(plan, num_trained=num_trained, num_frozen=num_frozen)
+    num_magnitudes = sum(one.numel() for name, one in model.named_parameters() if MAGNITUDES in name)
+    return replace(plan, num_trained=num_trained, num_frozen=num_frozen, num_magnitudes=num_magnitudes)
 
 
 def start_fingerprint(source: ModelSource, plan: LoraPlan | None) -> str:
@@ -177,6 +185,11 @@ def lora_layers(model: Any) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
+def name_in_files(name: str) -> str:
+    """Return the name in peft's files of an adapter's parameter. `name`: its name in the model."""
+    return name.removesuffix(f".{ADAPTER}.weight") + ("" if MAGNITUDES in name else ".weight")
+
+
 def is_lora_b(name: str) -> bool:
     """Whether a parameter is the second matrix of an adapter, which starts at zero."""
     return ".lora_B." in name
@@ -208,6 +221,10 @@ def inject(model: Any, plan: LoraPlan, source: ModelSource) -> None:
     for _, layer in lora_layers(model):
         if plan.dropout > 0:
             layer.lora_dropout[ADAPTER] = TrainingDropout(plan.dropout)
+    if plan.dora:
+        from tandem.model.lora.dora import add_magnitudes
+
+        add_magnitudes(model, ADAPTER)
 
 
 def _not_adapted(error: ValueError, plan: LoraPlan, source: ModelSource) -> ConfigError:
@@ -224,6 +241,15 @@ def _not_adapted(error: ValueError, plan: LoraPlan, source: ModelSource) -> Conf
     if start is not None:
         return ConfigError(f"policy.lora.adapter = {start}: {what}. Start from another adapter, or without one.")
     return ConfigError(f"policy.lora: {what}. {instead}")
+
+
+def _check_dora(lora: Lora, start: TrainedAdapter | None) -> None:
+    if lora.quantization is not None and (lora.use_dora or (start is not None and start.dora)):
+        key = "policy.lora.use_dora = true" if lora.use_dora else f"policy.lora.adapter = {start.name}, a DoRA adapter"  # type: ignore[union-attr]
+        raise ConfigError(
+            f"{key}: does not work with policy.lora.quantization = {lora.quantization}, because the lengths of quantised rows are "
+            "not computed. Leave out policy.lora.quantization, or train plain LoRA."
+        )
 
 
 def _check_quantization(lora: Lora, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from tandem.config.sections.policy import ALL_LINEAR, Lora
 from tandem.data.store.pool import WorkerDied, WorkerStalled, run_in_process
 from tandem.errors import ConfigError
 from tandem.model.files.source import ModelSource
-from tandem.model.lora.files import TrainedAdapter
+from tandem.model.lora.files import MAGNITUDE, TrainedAdapter
 from tandem.terminal.printable import listed
 
 PATTERN_SECONDS, PATTERN_BYTES = 10.0, 2**30  # limits of matching a regular expression
@@ -104,6 +104,8 @@ def adapter_targets(start: TrainedAdapter, model: Any, source: ModelSource, lora
         raise ConfigError(
             f"{key}: its scale is alpha / dim, but policy.lora.use_rslora = true. Leave out policy.lora.use_rslora."
         )
+    if lora.use_dora and not start.dora:
+        raise ConfigError(f"{key}: it is not a DoRA adapter, but policy.lora.use_dora = true. Leave out policy.lora.use_dora.")
     layers, _ = linear_layers(model)
     for module, sides in start.shapes.items():
         if module not in layers:
@@ -112,8 +114,12 @@ def adapter_targets(start: TrainedAdapter, model: Any, source: ModelSource, lora
                 "policy.model_name to the adapter's base model."
             )
         layer = layers[module]
-        expected = {"A": (start.dim, layer.in_features), "B": (layer.out_features, start.dim)}
-        for side in "AB":
+        expected: dict[str, tuple[int, ...]] = {
+            "A": (start.dim, layer.in_features),
+            "B": (layer.out_features, start.dim),
+            MAGNITUDE: (layer.out_features,),
+        }
+        for side in sides:
             if sides[side] != expected[side]:
                 raise ConfigError(
                     f"{key}: made for a different model: the shape of {module}.lora_{side} is {list(sides[side])}, but "

@@ -89,10 +89,13 @@ class ShardCasts:
         self.is_held = False
         self.casts: list[_ShardCast] = []
 
-    def add(self, parameter: nn.Parameter, salt: int) -> None:
-        """Make fully_shard cast this float32 parameter to bfloat16 with stochastic rounding instead of rounding to nearest."""
+    def add(self, parameter: nn.Parameter, salt: int, source: Tensor | None = None) -> None:
+        """Make fully_shard cast this float32 parameter to bfloat16 with stochastic rounding instead of rounding to nearest.
+
+        `source`: a tensor like this rank's shard, which is cast in its place.
+        """
         shard: Any = parameter._local_tensor  # type: ignore[attr-defined]
-        cast = _ShardCast(self, weakref.ref(shard), hash_start(first_index(parameter), salt))
+        cast = _ShardCast(self, weakref.ref(shard), hash_start(first_index(parameter), salt), source)
         self.casts.append(cast)
         shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = cast.before, cast.after
 
@@ -118,12 +121,13 @@ class _ShardCast:
     casts: ShardCasts
     shard: Any  # a weak reference, because the shard refers to this object
     start: int  # hash input of its first number
+    source: Tensor | None = None  # what is cast instead of the shard
     kept: Tensor | None = None
 
     def before(self, mesh: Any, size: torch.Size, stride: Any, module: Any, precision: Any) -> tuple[Any, None]:
         if self.kept is not None:
             return (self.kept,), None
-        shard = self.shard()
+        shard = self.shard() if self.source is None else self.source
         cast = round_to_bfloat16(shard, self.start)
         if missing := -(-size[0] // mesh.size()) - len(shard):  # all shards are padded to the length of the longest
             cast = torch.cat([cast, cast.new_zeros(missing, *size[1:])])
