@@ -123,6 +123,22 @@ def test_new_magnitudes_change_no_bit_and_rows_of_zeros_stay_finite():
     assert torch.equal(model["a"](x), joined)
 
 
+def test_a_compiled_layer_uses_lengths_of_updated_weights():
+    torch.manual_seed(0)
+    model, x = nn.ModuleDict({"a": nn.Linear(6, 20)}), torch.randn(5, 6)
+    inject_adapter_in_model(LoraConfig(r=3, target_modules=["a"]), model)
+    add_magnitudes(model, "default")
+    begin(model)
+    torch._dynamo.reset()
+    compiled, held = torch.compile(model["a"], fullgraph=True, backend="aot_eager"), magnitudes.Magnitudes
+    lengths = held(model, bfloat16=False)
+    for seed in (1, 2):
+        randomise(model, seed=seed)
+        with lengths.held(), torch._dynamo.config.patch(error_on_recompile=seed == 2):
+            torch.testing.assert_close(compiled(x), model["a"](x), rtol=1e-6, atol=1e-6)
+        model["a"].row_lengths.mul_(2)  # not used: lengths are computed when the next `held` begins
+
+
 def test_row_lengths_computed_in_parts_are_the_same(monkeypatch):
     torch.manual_seed(0)
     given = torch.randn(10, 7), torch.randn(2, 7), torch.randn(10, 2), 1.5
@@ -237,7 +253,9 @@ def test_exports_are_the_model_in_memory_load_in_peft_and_merge_as_in_peft(base,
     found, start = weights_of(merged), load_file(base / "model.safetensors")
     assert largest_difference(found, {name: by_hand[name] for name in found}) < 1e-6
     moved = {name for name in start if not torch.equal(start[name], found[name])}
-    assert moved == {f"model.layers.{i}.{one}.weight" for i in range(2) for one in ("self_attn.q_proj", "mlp.down_proj")}
+    assert moved == {
+        f"model.layers.{i}.{one}.weight" for i in range(2) for one in ("self_attn.q_proj", "mlp.down_proj")
+    }
 
 
 @pytest.mark.parametrize("mode", ["cached", "live"])

@@ -23,6 +23,7 @@ def refusal(*overrides):
         ("target_modules=[q_proj]", 'target_modules = ["q_proj"]'),
         ("exclude_modules=[q_proj]", 'exclude_modules = ["q_proj"]'),
         ("use_rslora=true", "use_rslora = true"),
+        ("use_dora=true", "use_dora = true"),
         ("modules_to_save=[lm_head]", 'modules_to_save = ["lm_head"]'),
         ("loraplus_lr_ratio=16", "loraplus_lr_ratio = 16.0"),
         ("adapter=somewhere", 'adapter = "somewhere"'),
@@ -50,6 +51,13 @@ def test_a_resolved_lora_configuration_reads_back_the_same(overrides, tmp_path):
 def test_one_key_enables_lora():
     lora = load_config(None, ["policy.lora.enabled=true"]).config.policy.lora
     assert lora == Lora(enabled=True, dim=16, alpha=32, dropout=0, target_modules="all-linear", exclude_modules=[])
+
+
+def test_dora_on_quantised_weights_is_refused():
+    assert refusal("policy.lora.enabled=true", "policy.lora.use_dora=true", "policy.lora.quantization=nf4") == (
+        "command line: policy.lora.use_dora = true does not work with policy.lora.quantization = nf4: the lengths of rows are "
+        "computed from weights that are not quantised. Leave one of them out."
+    )
 
 
 def test_exporting_adapters_without_lora_is_refused():

@@ -151,7 +151,9 @@ def _rank(number, path, folders, answers):
         for dtype, shape in product(dtypes, shapes):
             answers.put((name, loaded_both_ways(folder, dtype, shape)))
     for name, (model, settings) in ADAPTED.items():
-        given = settings | ({"adapter": str(folders["llama"].parent / settings["adapter"])} if "adapter" in settings else {})
+        given = settings | (
+            {"adapter": str(folders["llama"].parent / settings["adapter"])} if "adapter" in settings else {}
+        )
         answers.put((name, loaded_both_ways(folders[model], None, MeshShape(shard=2), given)))
     answers.put(None)
     dist.destroy_process_group()

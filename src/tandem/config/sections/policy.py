@@ -182,6 +182,15 @@ class Lora(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _dora_is_not_quantised(self) -> "Lora":
+        if self.use_dora and self.quantization is not None:
+            raise ValueError(
+                f"policy.lora.use_dora = true does not work with policy.lora.quantization = {self.quantization}: the lengths of "
+                "rows are computed from weights that are not quantised. Leave one of them out"
+            )
+        return self
+
     def changed(self) -> dict[str, object]:
         """Return the settings that differ from their defaults.
 

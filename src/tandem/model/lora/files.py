@@ -131,7 +131,7 @@ def _check_plain(key: str, described: dict[str, Any]) -> None:
         )
     for name, value in described.items():
         if name not in DESCRIPTIVE_KEYS | READ_KEYS | {"init_lora_weights"} and value not in UNSET:
-            raise ConfigError(f"{key}: {name} = {json.dumps(value)}: only plain LoRA adapters are supported.")
+            raise ConfigError(f"{key}: {name} = {json.dumps(value)}: only plain LoRA and DoRA adapters are supported.")
 
 
 def _read_shapes(

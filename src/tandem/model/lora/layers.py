@@ -112,7 +112,12 @@ def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: 
         )
     model = empty_model(source)
     start = None if lora.adapter is None else read_adapter(lora.adapter)
-    _check_dora(lora, start)
+    if start is not None and start.dora and lora.quantization is not None:
+        raise ConfigError(
+            f"policy.lora.adapter = {start.name}: a DoRA adapter does not work with policy.lora.quantization = "
+            f"{lora.quantization}: the lengths of rows are computed from weights that are not quantised. Leave out "
+            "policy.lora.quantization."
+        )
     # peft loads an exported adapter on the complete model, whose other parts may have layers of the same names.
     modules = empty_model(source, complete=True) if is_multimodal(source.config) else model
     saved = select_saved(model, source, lora, start)
@@ -241,15 +246,6 @@ def _not_adapted(error: ValueError, plan: LoraPlan, source: ModelSource) -> Conf
     if start is not None:
         return ConfigError(f"policy.lora.adapter = {start}: {what}. Start from another adapter, or without one.")
     return ConfigError(f"policy.lora: {what}. {instead}")
-
-
-def _check_dora(lora: Lora, start: TrainedAdapter | None) -> None:
-    if lora.quantization is not None and (lora.use_dora or (start is not None and start.dora)):
-        key = "policy.lora.use_dora = true" if lora.use_dora else f"policy.lora.adapter = {start.name}, a DoRA adapter"  # type: ignore[union-attr]
-        raise ConfigError(
-            f"{key}: does not work with policy.lora.quantization = {lora.quantization}, because the lengths of quantised rows are "
-            "not computed. Leave out policy.lora.quantization, or train plain LoRA."
-        )
 
 
 def _check_quantization(lora: Lora, device: torch.device) -> None:

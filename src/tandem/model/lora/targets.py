@@ -105,7 +105,9 @@ def adapter_targets(start: TrainedAdapter, model: Any, source: ModelSource, lora
             f"{key}: its scale is alpha / dim, but policy.lora.use_rslora = true. Leave out policy.lora.use_rslora."
         )
     if lora.use_dora and not start.dora:
-        raise ConfigError(f"{key}: it is not a DoRA adapter, but policy.lora.use_dora = true. Leave out policy.lora.use_dora.")
+        raise ConfigError(
+            f"{key}: it is not a DoRA adapter, but policy.lora.use_dora = true. Leave out policy.lora.use_dora."
+        )
     layers, _ = linear_layers(model)
     for module, sides in start.shapes.items():
         if module not in layers:
