@@ -177,7 +177,8 @@ def _optimizer(setup: Setup) -> str:
 
 def _adapters(lora: LoraPlan) -> str:
     return (
-        f"{'DoRA' if lora.dora else 'LoRA'}, dim {lora.dim}, alpha {lora.alpha:g}{' / sqrt(dim)' if lora.rslora else ''}, on {len(lora.targets)} layers "
+        ("DoRA" if lora.dora else "LoRA")
+        + f", dim {lora.dim}, alpha {lora.alpha:g}{' / sqrt(dim)' if lora.rslora else ''}, on {len(lora.targets)} layers "
         f"({listed(lora.names)}); "
         + (f"trained in full: {listed(lora.saved.modules)}; " if lora.saved.modules else "")
         + f"{lora.num_trained:,} parameters trained, {lora.num_frozen:,} frozen"

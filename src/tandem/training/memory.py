@@ -280,13 +280,16 @@ def _fixed_memory(
         num, weight = lora.num_trained, 4
     else:
         frozen, weight = 0.0, 4 if policy.weights == "float32" else 2
+    # Experts with adapters are merged in every layer, and kept until its backward pass.
+    kept = KEPT_SHARE[policy.activation_checkpointing] * _itemsize(precision)
+    merged = 0.0 if lora is None else lora.num_in_experts * kept
     is_sharded = lora is None or lora.quantization is None
     per_rank = num / mesh.weight_shards
     return FixedMemory(
         weights=(frozen / mesh.weight_shards if is_sharded else frozen) + per_rank * weight,
         gradients=per_rank * gradient,
         states=bytes_on_device(per_rank * states, offload=policy.optimizer.offload),
-        copy=per_rank * copy,
+        copy=per_rank * copy + merged,
         all_states=per_rank * states,
     )
 

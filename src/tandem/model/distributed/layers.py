@@ -165,7 +165,12 @@ def recompute(policy: Policy, how: Literal["selective", "full"]) -> None:
     The layer's `forward` is wrapped, so that the wrapper is compiled with the layer. Around a compiled layer, "selective" would
     have no effect.
     """
-    ranks = [len(parameter) for name, parameter in policy.named_parameters() if "lora_A" in name]
+    # Adapters of experts have as many rows per expert.
+    ranks = [
+        len(parameter) // getattr(policy.get_submodule(name.rpartition(".lora_A")[0]), "num_experts", 1)
+        for name, parameter in policy.named_parameters()
+        if ".lora_A." in name
+    ]
     contexts = partial(_selective, max(ranks, default=0)) if how == "selective" else _keep_nothing
     for layer in decoder_layers(policy.model):
         layer.forward = _recomputed(layer.forward, contexts, by_policy=how == "selective")

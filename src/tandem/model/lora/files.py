@@ -26,7 +26,7 @@ DESCRIPTIVE_KEYS = {
     "loftq_config", "lora_dropout", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision",
     "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
-READ_KEYS = {"r", "lora_alpha", "use_rslora", "use_dora", "modules_to_save"}
+READ_KEYS = {"r", "lora_alpha", "use_rslora", "use_dora", "modules_to_save", "target_parameters"}
 # Initialisations that leave the base weights unchanged; others (PiSSA, OLoRA) subtract the initial adapter from them.
 PLAIN_INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
 UNSET = (None, False, "none", [], {})
@@ -45,6 +45,7 @@ class TrainedAdapter:
     # module -> {"A": [dim, in], "B": [out, dim]}, and with DoRA "magnitude": [out]
     shapes: dict[str, dict[str, tuple[int, ...]]]
     modules_to_save: tuple[str, ...]  # ends of the names of modules that were trained in full
+    target_parameters: tuple[str, ...]  # ends of the names of adapted tensors of experts
     saved: dict[str, tuple[int, ...]]  # the weights of these modules -> their shapes
 
     def weights(self) -> dict[str, Tensor]:
@@ -90,11 +91,7 @@ def read_adapter(name: str) -> TrainedAdapter:
         raise ConfigError(
             f"{key}: its {CONFIG_FILE} has no valid r and lora_alpha, so it is not a LoRA adapter. Save it again with peft."
         )
-    to_save = described.get("modules_to_save") or []
-    if not isinstance(to_save, list) or not all(isinstance(one, str) and one for one in to_save):
-        raise ConfigError(
-            f"{key}: modules_to_save in its {CONFIG_FILE} is not a list of names. Save it again with peft."
-        )
+    to_save, parameters = (_names_in(key, described, one) for one in ("modules_to_save", "target_parameters"))
     dora = bool(described.get("use_dora"))
     shapes, saved = _read_shapes(key, folder / WEIGHTS_FILE, has_saved=bool(to_save))
     _check_complete(key, shapes, dora=dora)
@@ -106,7 +103,8 @@ def read_adapter(name: str) -> TrainedAdapter:
         rslora=bool(described.get("use_rslora")),
         dora=dora,
         shapes=shapes,
-        modules_to_save=tuple(to_save),
+        modules_to_save=to_save,
+        target_parameters=parameters,
         saved=saved,
     )
 
@@ -118,6 +116,13 @@ def write_adapter(folder: Path, config: Any, tensors: dict[str, Tensor]) -> None
     named = {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in tensors.items()}
     save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config.save_pretrained(str(folder))
+
+
+def _names_in(key: str, described: dict[str, Any], name: str) -> tuple[str, ...]:
+    names = described.get(name) or []
+    if not isinstance(names, list) or not all(isinstance(one, str) and one for one in names):
+        raise ConfigError(f"{key}: {name} in its {CONFIG_FILE} is not a list of names. Save it again with peft.")
+    return tuple(names)
 
 
 def _check_plain(key: str, described: dict[str, Any]) -> None:
@@ -172,6 +177,6 @@ def _check_complete(key: str, shapes: dict[str, dict[str, tuple[int, ...]]], *, 
         if (MAGNITUDE in sides) != dora:
             found = "has no" if dora else "has a"
             raise ConfigError(
-                f"{key}: {found} lora_magnitude_vector of {module}, but use_dora is {str(dora).lower()} in its {CONFIG_FILE}. Save "
-                "it again with peft."
+                f"{key}: {found} lora_magnitude_vector of {module}, but use_dora is {str(dora).lower()} in its {CONFIG_FILE}. "
+                "Save it again with peft."
             )

@@ -5,6 +5,7 @@ than that. Stochastic rounding keeps such updates on average. The random bits ar
 the tensor, so they are the same after a resume and on any number of ranks.
 """
 
+import re
 import weakref
 import zlib
 from collections.abc import Iterator
@@ -72,7 +73,7 @@ def salt_in_policy(name: str) -> int:
 
     The policy's parameter model.lm_head.weight is named lm_head.weight in the model, so it has the salt of lm_head.weight.
     """
-    return salt_of(name.removeprefix("model.").replace(".base_layer.", "."))
+    return salt_of(re.sub(r"(\.base_layer)+\.", ".", name.removeprefix("model.")))
 
 
 def first_index(parameter: nn.Parameter) -> int:
