@@ -102,7 +102,7 @@ def test_the_reference_is_the_base_model_and_the_experts_learn(base, trained):
     tensors = load_file(run / "model" / "adapter_model.safetensors")
     assert all(tensor.abs().max() > 0 for tensor in tensors.values())
     described = json.loads((run / "model" / "adapter_config.json").read_text())
-    assert described["target_parameters"] == BOTH
+    assert sorted(described["target_parameters"]) == sorted(BOTH)
 
 
 def test_exports_are_the_model_in_memory_load_in_peft_and_merge_as_in_peft(base, trained, tmp_path):
@@ -145,6 +145,11 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(trained, tmp_pat
 @pytest.mark.parametrize("how", ["selective", "full"])
 def test_recomputed_layers_train_the_same_weights(trained, tmp_path, how):
     run, settings = trained
-    settings = [*settings, f"policy.activation_checkpointing={how}", "checkpointing.enabled=false", "dpo.max_num_steps=2"]
+    settings = [
+        *settings,
+        f"policy.activation_checkpointing={how}",
+        "checkpointing.enabled=false",
+        "dpo.max_num_steps=2",
+    ]
     found = metrics_of(short_run(tmp_path / how, *settings, "dpo.val_at_end=false"))
     assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in metrics_of(run)[:2]], rel=1e-6)

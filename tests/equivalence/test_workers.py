@@ -72,6 +72,15 @@ def cases(folder):
                 "dpo.val_at_end=false",
             ),
         ],
+        "adapters of experts": [
+            *(
+                f"policy.model_name={folder}/experts",
+                "policy.lora.enabled=true",
+                "policy.lora.dim=2",
+                few_pairs(folder),
+            ),
+            *("policy.lora.target_parameters=[gate_up_proj,down_proj]", "dpo.val_at_end=false"),
+        ],
         "DoRA": [
             *("policy.lora.enabled=true", "policy.lora.use_dora=true", "policy.lora.dim=4", few_pairs(folder)),
             *("policy.packing.pack_length=256", "dpo.val_at_end=false"),
@@ -135,6 +144,7 @@ def assert_alike(several, one):
         "packed once",
         "adapters",
         "adapters and embeddings",
+        "adapters of experts",
         "DoRA",
         "experts",
         "balanced experts",

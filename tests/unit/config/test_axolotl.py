@@ -94,6 +94,7 @@ def test_a_file_is_translated_key_by_key():
         "quantization": "nf4",
         "use_rslora": False,
         "use_dora": False,
+        "target_parameters": [],
         "modules_to_save": [],
         "loraplus_lr_ratio": 1.0,
     }
@@ -209,6 +210,15 @@ def test_a_number_of_steps_takes_enough_epochs_as_with_trl():
         ({"load_in_4bit": False, "load_in_8bit": True}, "load_in_8bit", {"policy.lora.quantization": "int8"}),
         ({"lora_modules_to_save": ["lm_head"]}, "lora_modules_to_save", {"policy.lora.modules_to_save": ["lm_head"]}),
         ({"peft_use_rslora": True}, "peft_use_rslora", {"policy.lora.use_rslora": True}),
+        (
+            {
+                **dict.fromkeys(("lora_target_linear", "load_in_4bit"), False),
+                "lora_target_parameters": ["experts.down_proj"],
+                "lora_dropout": 0.0,
+            },
+            "lora_target_parameters",
+            {"policy.lora.target_parameters": ["experts.down_proj"], "policy.lora.target_modules": []},
+        ),
         ({"peft_use_dora": True, "load_in_4bit": False}, "peft_use_dora", {"policy.lora.use_dora": True}),
         ({"loraplus_lr_ratio": 16}, "loraplus_lr_ratio", {"policy.lora.loraplus_lr_ratio": 16}),
         (

@@ -278,6 +278,8 @@ def test_adapters(load):
         16,
         ["lm_head", "embed_tokens"],
     )
+    experts = load({**DATA, "use_peft": True, "lora_dropout": 0.0, "lora_target_parameters": ["experts.down_proj"]})
+    assert experts.config.policy.lora.target_parameters == ["experts.down_proj"]
     one_item = load({**DATA, "use_peft": True, "lora_target_modules": ["all-linear"]}).config.policy.lora
     assert one_item.target_modules == "all-linear"
     defaults = {row.key: row.value for row in loaded.translation.of_kind("default")}

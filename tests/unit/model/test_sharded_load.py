@@ -42,8 +42,10 @@ EXPERTS = {
 JOINED = {"olmo_hybrid": hybrid_settings("olmo_hybrid")}
 BOTH_DTYPES = ("llama", "tied", "gpt_oss", "qwen3_moe", *EXPERTS)
 LORA = {"enabled": True, "dim": 4, "target_modules": ["q_proj", "down_proj"]}
+PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 ADAPTED = {
     "new adapters": ("llama", LORA),
+    "adapters of experts": ("qwen3_moe", {**LORA, "target_modules": ["q_proj"], "target_parameters": PARAMETERS}),
     "new DoRA adapters": ("llama", {**LORA, "use_dora": True}),
     "a trained adapter": ("llama", {"enabled": True, "adapter": "adapter"}),
     "a trained DoRA adapter": ("llama", {"enabled": True, "adapter": "dora"}),

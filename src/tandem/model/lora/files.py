@@ -104,7 +104,7 @@ def read_adapter(name: str) -> TrainedAdapter:
         dora=dora,
         shapes=shapes,
         modules_to_save=to_save,
-        target_parameters=parameters,
+        target_parameters=tuple(sorted(parameters)),  # peft stores a set
         saved=saved,
     )
 

@@ -244,9 +244,9 @@ def inject(model: Any, plan: LoraPlan, source: ModelSource) -> None:
         if name in plan.saved.parameters:
             parameter.requires_grad_(True)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad} - plan.saved.parameters
-    found = {name: layer for name, (layer, _) in adapted_weights(model).items()}
-    expected = {f"{name}.weight" for name in plan.targets} | set(plan.experts)
-    expected = {f"{found.get(name, name)}.lora_{side}.{ADAPTER}.weight" for name in expected for side in "AB"}
+    found = {weight: layer for weight, (layer, _) in adapted_weights(model).items()}
+    layers = [*plan.targets, *(found.get(name, name) for name in plan.experts)]
+    expected = {f"{name}.lora_{side}.{ADAPTER}.weight" for name in layers for side in "AB"}
     if trained != expected:
         # In models whose experts used to be linear layers, peft maps the old names to the experts wherever they occur.
         different = expected - trained or trained - expected
