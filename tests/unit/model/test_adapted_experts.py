@@ -109,7 +109,7 @@ def test_a_trained_adapter_of_experts_is_read_and_refused_where_it_does_not_fit(
     assert refusal(source, adapter=str(adapter), dropout=0.1) == (
         f"{key}: adapts experts (target_parameters), which does not work with policy.lora.dropout = 0.1. Leave it out."
     )
-    other = model_folder(tmp_path / "other", "qwen3_moe", moe_intermediate_size=16)
+    other = model_folder(tmp_path / "other", "qwen3_moe", moe_intermediate_size=32)
     assert refusal(find_source("policy.model_name", str(other), None), adapter=str(adapter)) == (
         f"{key}: made for a different model: its adapter of model.layers.0.mlp.experts does not fit the experts of {other} that "
         "its target_parameters name. Set policy.model_name to the adapter's base model."

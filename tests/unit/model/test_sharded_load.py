@@ -28,7 +28,7 @@ from tandem.model.distributed.sharded_load import _Files
 from tandem.model.files.source import find_model
 from tandem.model.load import as_policy, load_policy, unloaded_model
 from tandem.model.lora.adapters import adapt_unloaded, load_adapted, merge_adapters, read_weights
-from tandem.model.lora.layers import lora_layers, plan_lora
+from tandem.model.lora.layers import adapted_weights, lora_layers, plan_lora
 
 CPU = torch.device("cpu")
 # Models whose files hold one tensor per expert, which transformers stacks.
@@ -114,7 +114,7 @@ def different_on_disk(policy, source, dtype, expected):
         return []
     tensors = {name.removeprefix("model."): tensor for name, tensor in expected.items()}
     merged = merge_adapters(policy.model, tensors) if lora_layers(policy.model) else {}
-    adapted = {f"{name}.weight": merged[f"{name}.weight"] for name, _ in lora_layers(policy.model)}
+    adapted = {name: merged[name] for name in adapted_weights(policy.model)}
     kept = published.keys() - ({"lm_head.weight"} if source.config.tie_word_embeddings else set())
     assert gathered.keys() == kept
     return [name for name in kept if not torch.equal(gathered[name], adapted.get(name, published[name].to(dtype)))]
