@@ -292,6 +292,10 @@ def test_a_key_without_effect_has_its_reason(changes, key, reason):
         ({"rl": None}, "rl = null: Without it, Axolotl trains on single texts. Add rl: dpo, and sets of pairs."),
         ({"learning_rate": None}, "learning_rate = null: Axolotl has no default. Set it."),
         (
+            {"peft_trainable_token_indices": [5]},
+            "peft_trainable_token_indices = [5]: tandem trains no single rows of embeddings. Name them in lora_modules_to_save.",
+        ),
+        (
             {"lora_rank_pattern": {"q_proj": 8}},
             "lora_rank_pattern.q_proj = 8: tandem trains plain LoRA adapters. Leave it out.",
         ),

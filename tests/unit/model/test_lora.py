@@ -285,6 +285,10 @@ def test_an_adapter_made_for_a_different_model_is_refused(adapter):
             "it again with peft.",
         ),
         (
+            {"trainable_token_indices": [5]},
+            "trainable_token_indices = [5]: only plain LoRA and DoRA adapters are supported.",
+        ),
+        (
             {"use_qalora": True},
             "use_qalora = true: only plain LoRA and DoRA adapters are supported.",
         ),

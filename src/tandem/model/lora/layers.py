@@ -152,22 +152,22 @@ def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: 
         precision=precision,
         quantization=lora.quantization,
     )
+    return _counted(plan, model, source)
+
+
+def _counted(plan: LoraPlan, model: Any, source: ModelSource) -> LoraPlan:
+    """Return a plan with numbers of weights. `model`: without weights; gets the plan's adapters."""
     with torch.device("meta"):
         inject(model, plan, source)
-    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    num_frozen = sum(parameter.numel() for parameter in model.parameters()) - num_trained
-    if start is not None:
-        _check_shapes_of_experts(model, start, source)
-    num_in_experts = sum(
-        parameter.numel() for name, parameter in model.named_parameters() if plain_name(name) in experts
-    )
-    num_magnitudes = sum(one.numel() for name, one in model.named_parameters() if MAGNITUDES in name)
+    if plan.start is not None:
+        _check_shapes_of_experts(model, plan.start, source)
+    numbers = {name: (parameter.numel(), parameter.requires_grad) for name, parameter in model.named_parameters()}
     return replace(
         plan,
-        num_trained=num_trained,
-        num_frozen=num_frozen,
-        num_magnitudes=num_magnitudes,
-        num_in_experts=num_in_experts,
+        num_trained=sum(number for number, is_trained in numbers.values() if is_trained),
+        num_frozen=sum(number for number, is_trained in numbers.values() if not is_trained),
+        num_magnitudes=sum(number for name, (number, _) in numbers.items() if MAGNITUDES in name),
+        num_in_experts=sum(number for name, (number, _) in numbers.items() if plain_name(name) in plan.experts),
     )
 
 
