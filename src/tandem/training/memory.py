@@ -61,7 +61,7 @@ class FixedMemory:
     weights: float
     gradients: float
     states: float  # of the optimizer, on the device
-    copy: float  # the bfloat16 copy of float32 weights, for computation
+    copy: float  # for computation: the bfloat16 copy of float32 weights, and experts with their adapters added
     all_states: float  # with policy.optimizer.offload, those in host memory
 
     @property
