@@ -28,6 +28,12 @@ EXPERTS = [
 ]
 
 
+SLOW = [
+    pytest.param(family, wanted, marks=pytest.mark.slow)
+    for family, wanted in (("mixtral", ["down_proj"]), ("olmoe", ["experts.gate_up_proj"]))
+]
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return model_folder(tmp_path_factory.mktemp("base") / "model", "qwen3_moe", initializer_range=0.05)
@@ -46,7 +52,7 @@ def set_up_with(*overrides):
 
 @pytest.mark.parametrize(
     ("family", "wanted"),
-    [("qwen3_moe", BOTH), ("mixtral", ["down_proj"]), ("gpt_oss", BOTH), ("olmoe", ["experts.gate_up_proj"])],
+    [("qwen3_moe", BOTH), ("gpt_oss", BOTH), *SLOW],
 )
 def test_packed_logps_and_gradients_equal_peft_on_each_sequence_alone(family, wanted, tmp_path):
     """gpt_oss stores its experts transposed."""
@@ -132,6 +138,7 @@ def test_an_export_is_the_start_of_the_next_run_and_its_reference(base, data, tr
     assert_same_logps(loaded.model, with_adapter(base, run / "model"), setup)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(trained, tmp_path):
     run, settings = trained
     with killed_after(3):
@@ -142,6 +149,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(trained, tmp_pat
     assert largest_difference(*files) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["selective", "full"])
 def test_recomputed_layers_train_the_same_weights(trained, tmp_path, how):
     run, settings = trained

@@ -270,6 +270,7 @@ def test_a_trained_adapter_is_the_start_and_the_reference(base, data, trained, t
     assert_same_logps(loaded.model, with_adapter(base, run / "model"), setup)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(data, trained, tmp_path):
     _, settings = trained
     settings = [*settings, "checkpointing.save_period=2", "policy.lora.dropout=0.2", "dpo.val_at_end=false"]
