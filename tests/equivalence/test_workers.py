@@ -72,6 +72,23 @@ def cases(folder):
                 "dpo.val_at_end=false",
             ),
         ],
+        "adapters of experts": [
+            *(
+                f"policy.model_name={folder}/experts",
+                "policy.lora.enabled=true",
+                "policy.lora.dim=2",
+                few_pairs(folder),
+            ),
+            *("policy.lora.target_parameters=[gate_up_proj,down_proj]", "dpo.val_at_end=false"),
+        ],
+        "DoRA": [
+            *("policy.lora.enabled=true", "policy.lora.use_dora=true", "policy.lora.dim=4", few_pairs(folder)),
+            *("policy.packing.pack_length=256", "dpo.val_at_end=false"),
+        ],
+        "DoRA in bfloat16": [
+            *("policy.lora.enabled=true", "policy.lora.use_dora=true", "policy.precision=bfloat16", few_pairs(folder)),
+            *(f"policy.model_name={bfloat16_start(folder / 'frozen')}", "dpo.val_at_end=false"),
+        ],
         "experts": [f"policy.model_name={folder}/experts", "policy.train_global_batch_size=1", "dpo.val_at_end=false"],
         "balanced experts": [
             *(f"policy.model_name={folder}/experts", "dpo.router_aux_loss_coef=0.5", few_pairs(folder)),
@@ -127,6 +144,8 @@ def assert_alike(several, one):
         "packed once",
         "adapters",
         "adapters and embeddings",
+        "adapters of experts",
+        "DoRA",
         "experts",
         "balanced experts",
         "recurrent layers",
@@ -142,10 +161,10 @@ def test_several_ranks_train_the_same_model_as_one(name, together, folder, cases
 
 
 @pytest.mark.bfloat16
-def test_several_ranks_train_float32_weights_that_are_cast_stochastically(together, folder, cases):
+@pytest.mark.parametrize("name", ["bfloat16 computation", "DoRA in bfloat16"])
+def test_several_ranks_train_float32_weights_that_are_cast_stochastically(name, together, folder, cases):
     """Random bits depend on the position in a weight, not on the rank, so the first step differs only in the order of sums."""
     count, _ = together
-    name = "bfloat16 computation"
     alone = short_run(run_dir(folder, name, 1), *COMMON, *cases[name])
     several = run_dir(folder, name, count)
     for this, that in zip(metrics_of(several), metrics_of(alone), strict=True):

@@ -14,7 +14,7 @@ from tandem.model.distributed.process_group import Ranks
 from tandem.model.distributed.sharded_load import plain_name
 from tandem.model.distributed.shards import whole_on_host
 from tandem.model.lora.adapters import merge_adapter
-from tandem.model.lora.layers import lora_layers
+from tandem.model.lora.layers import adapted_weights
 from tandem.model.policy import Policy
 
 
@@ -31,7 +31,7 @@ def gather_to_disk(
     named = {name: t for name, t in [*policy.named_parameters(), *policy.named_buffers()] if name in saved}
     tensors = {name.removeprefix("model."): tensor for name, tensor in named.items()}
     by_plain_name = {plain_name(name): name for name in sorted(tensors) if ".lora_" not in name}
-    layers = {f"{name}.weight": (name, layer) for name, layer in lora_layers(policy.model)}
+    layers = adapted_weights(policy.model)
     mapped: dict[str, Tensor] = {}
     for group in _groups(published, list(by_plain_name)):
         full: dict[str, Tensor] = {}

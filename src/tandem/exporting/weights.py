@@ -24,7 +24,7 @@ from tandem.model.distributed.process_group import Ranks
 from tandem.model.files.source import ModelSource
 from tandem.model.lora.adapters import dequantise, merge_adapters
 from tandem.model.lora.files import write_adapter
-from tandem.model.lora.layers import ADAPTER, LoraPlan
+from tandem.model.lora.layers import LoraPlan, name_in_files
 from tandem.model.policy import Policy
 from tandem.model.precision.rounding import hash_start, random_bits, round_to_bfloat16, salt_of
 from tandem.storage.cache import published
@@ -124,7 +124,10 @@ def export_adapter(
     """Write the adapters and the tokenizer to `folder`, so that peft can load the adapters on top of the model `base`."""
     round_one = _rounding_function(dtype, rounding)
     named = {name.removeprefix("model."): _on_host(parameter) for name, parameter in sorted(policy.trained())}
-    rounded = {name.replace(f".{ADAPTER}.weight", ".weight"): round_one(name, tensor) for name, tensor in named.items()}
+    rounded = {
+        name if name in lora.saved.parameters else name_in_files(name): round_one(name, tensor)
+        for name, tensor in named.items()
+    }
     # A tied weight has several names in the file.
     tensors = {name: tensor for name, tensor in rounded.items() if name not in lora.saved.parameters}
     tensors |= {name: rounded[parameter].clone() for name, parameter in lora.saved.weights}

@@ -177,8 +177,10 @@ def _optimizer(setup: Setup) -> str:
 
 def _adapters(lora: LoraPlan) -> str:
     return (
-        f"LoRA, dim {lora.dim}, alpha {lora.alpha:g}{' / sqrt(dim)' if lora.rslora else ''}, on {len(lora.targets)} layers "
-        f"({listed(lora.names)}); "
+        ("DoRA" if lora.dora else "LoRA")
+        + f", dim {lora.dim}, alpha {lora.alpha:g}{' / sqrt(dim)' if lora.rslora else ''}, on {len(lora.targets)} layers"
+        + (f" and {len(lora.experts)} tensors of experts" if lora.experts else "")
+        + f" ({listed([*lora.names, *lora.expert_names])}); "
         + (f"trained in full: {listed(lora.saved.modules)}; " if lora.saved.modules else "")
         + f"{lora.num_trained:,} parameters trained, {lora.num_frozen:,} frozen"
         + (f"; starting from {lora.start.folder}" if lora.start else "")

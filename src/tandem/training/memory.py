@@ -61,7 +61,7 @@ class FixedMemory:
     weights: float
     gradients: float
     states: float  # of the optimizer, on the device
-    copy: float  # the bfloat16 copy of float32 weights, for computation
+    copy: float  # for computation: the bfloat16 copy of float32 weights, and experts with their adapters added
     all_states: float  # with policy.optimizer.offload, those in host memory
 
     @property
@@ -100,6 +100,8 @@ def estimate_memory(
 ) -> MemoryEstimate:
     num = sum(parameter.numel() for parameter in empty_model(source).parameters())
     per_token = _bytes_per_token(source.config.get_text_config(), policy, precision)
+    if lora is not None:  # DoRA keeps the output of each layer, before its rows are scaled
+        per_token += KEPT_SHARE[policy.activation_checkpointing] * lora.num_magnitudes * _itemsize(precision)
     per_token = (per_token + _recurrent_bytes_per_token(source.config, policy, precision, device)) / mesh.context
     head = LOGITS_BYTES if device.type == "cuda" else 0  # chunks of logits are small on a CPU
     parts = _fixed_memory(num, policy, lora, precision, mesh)
@@ -278,21 +280,27 @@ def _fixed_memory(
         num, weight = lora.num_trained, 4
     else:
         frozen, weight = 0.0, 4 if policy.weights == "float32" else 2
+    # Experts with adapters are merged in every layer, and kept until its backward pass.
+    kept = KEPT_SHARE[policy.activation_checkpointing] * _itemsize(precision)
+    merged = 0.0 if lora is None else lora.num_in_experts * kept
     is_sharded = lora is None or lora.quantization is None
     per_rank = num / mesh.weight_shards
     return FixedMemory(
         weights=(frozen / mesh.weight_shards if is_sharded else frozen) + per_rank * weight,
         gradients=per_rank * gradient,
         states=bytes_on_device(per_rank * states, offload=policy.optimizer.offload),
-        copy=per_rank * copy,
+        copy=per_rank * copy + merged,
         all_states=per_rank * states,
     )
 
 
 def _bytes_per_token(config: Any, policy: PolicyConfig, precision: str) -> float:
     kept = KEPT_PER_HIDDEN * config.hidden_size + KEPT_PER_INTERMEDIATE * feed_forward_width(config)
-    itemsize = 2 if precision == "bfloat16" else 4
-    return config.num_hidden_layers * KEPT_SHARE[policy.activation_checkpointing] * kept * itemsize
+    return config.num_hidden_layers * KEPT_SHARE[policy.activation_checkpointing] * kept * _itemsize(precision)
+
+
+def _itemsize(precision: str) -> int:
+    return 2 if precision == "bfloat16" else 4
 
 
 def _recurrent_bytes_per_token(config: Any, policy: PolicyConfig, precision: str, device: torch.device) -> float:

@@ -93,6 +93,8 @@ def test_a_file_is_translated_key_by_key():
         "target_modules": "all-linear",
         "quantization": "nf4",
         "use_rslora": False,
+        "use_dora": False,
+        "target_parameters": [],
         "modules_to_save": [],
         "loraplus_lr_ratio": 1.0,
     }
@@ -208,6 +210,16 @@ def test_a_number_of_steps_takes_enough_epochs_as_with_trl():
         ({"load_in_4bit": False, "load_in_8bit": True}, "load_in_8bit", {"policy.lora.quantization": "int8"}),
         ({"lora_modules_to_save": ["lm_head"]}, "lora_modules_to_save", {"policy.lora.modules_to_save": ["lm_head"]}),
         ({"peft_use_rslora": True}, "peft_use_rslora", {"policy.lora.use_rslora": True}),
+        (
+            {
+                **dict.fromkeys(("lora_target_linear", "load_in_4bit"), False),
+                "lora_target_parameters": ["experts.down_proj"],
+                "lora_dropout": 0.0,
+            },
+            "lora_target_parameters",
+            {"policy.lora.target_parameters": ["experts.down_proj"], "policy.lora.target_modules": []},
+        ),
+        ({"peft_use_dora": True, "load_in_4bit": False}, "peft_use_dora", {"policy.lora.use_dora": True}),
         ({"loraplus_lr_ratio": 16}, "loraplus_lr_ratio", {"policy.lora.loraplus_lr_ratio": 16}),
         (
             {"lora_target_linear": False, "lora_target_modules": ["q_proj"]},
@@ -280,8 +292,12 @@ def test_a_key_without_effect_has_its_reason(changes, key, reason):
         ({"rl": None}, "rl = null: Without it, Axolotl trains on single texts. Add rl: dpo, and sets of pairs."),
         ({"learning_rate": None}, "learning_rate = null: Axolotl has no default. Set it."),
         (
-            {"peft_use_dora": True},
-            "peft_use_dora = true: tandem trains plain LoRA adapters. Leave it out.",
+            {"peft_trainable_token_indices": [5]},
+            "peft_trainable_token_indices = [5]: tandem trains no single rows of embeddings. Name them in lora_modules_to_save.",
+        ),
+        (
+            {"lora_rank_pattern": {"q_proj": 8}},
+            "lora_rank_pattern.q_proj = 8: tandem trains plain LoRA adapters. Leave it out.",
         ),
         (
             {"optimizer": "muon"},

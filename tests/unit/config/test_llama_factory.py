@@ -186,6 +186,7 @@ def test_defaults_are_those_of_llama_factory():
         ),
         ({"moe_aux_loss_coef": 0.01}, "moe_aux_loss_coef", {"dpo.router_aux_loss_coef": 0.01}),
         ({"use_rslora": True}, "use_rslora", {"policy.lora.use_rslora": True}),
+        ({"use_dora": True}, "use_dora", {"policy.lora.use_dora": True}),
         ({"loraplus_lr_ratio": 16}, "loraplus_lr_ratio", {"policy.lora.loraplus_lr_ratio": 16}),
         ({"lora_alpha": 5}, "lora_alpha", {"policy.lora.alpha": 5}),
         ({"quantization_bit": 4}, "quantization_bit", {"policy.lora.quantization": "nf4"}),

@@ -23,6 +23,8 @@ def refusal(*overrides):
         ("target_modules=[q_proj]", 'target_modules = ["q_proj"]'),
         ("exclude_modules=[q_proj]", 'exclude_modules = ["q_proj"]'),
         ("use_rslora=true", "use_rslora = true"),
+        ("use_dora=true", "use_dora = true"),
+        ("target_parameters=[down_proj]", 'target_parameters = ["down_proj"]'),
         ("modules_to_save=[lm_head]", 'modules_to_save = ["lm_head"]'),
         ("loraplus_lr_ratio=16", "loraplus_lr_ratio = 16.0"),
         ("adapter=somewhere", 'adapter = "somewhere"'),
@@ -50,6 +52,36 @@ def test_a_resolved_lora_configuration_reads_back_the_same(overrides, tmp_path):
 def test_one_key_enables_lora():
     lora = load_config(None, ["policy.lora.enabled=true"]).config.policy.lora
     assert lora == Lora(enabled=True, dim=16, alpha=32, dropout=0, target_modules="all-linear", exclude_modules=[])
+
+
+@pytest.mark.parametrize(
+    ("override", "shown"),
+    [
+        ("dropout=0.1", "dropout = 0.1"),
+        ("use_dora=true", "use_dora = true"),
+        ("quantization=int8", 'quantization = "int8"'),
+    ],
+)
+def test_adapters_of_experts_are_plain(override, shown):
+    experts = ["policy.lora.enabled=true", "policy.lora.target_parameters=[experts.down_proj]"]
+    assert refusal(*experts, f"policy.lora.{override}") == (
+        f"command line: policy.lora.target_parameters does not work with policy.lora.{shown}: adapters of experts are added to "
+        f"their tensor. Leave out policy.lora.{override.partition('=')[0]}, or target_parameters."
+    )
+
+
+def test_adapters_of_nothing_are_refused():
+    assert refusal("policy.lora.enabled=true", "policy.lora.target_modules=[]") == (
+        "command line: policy.lora.target_modules is empty, so nothing would be adapted. Name layers, or leave it out for all of "
+        "them."
+    )
+
+
+def test_dora_on_quantised_weights_is_refused():
+    assert refusal("policy.lora.enabled=true", "policy.lora.use_dora=true", "policy.lora.quantization=nf4") == (
+        "command line: policy.lora.use_dora = true does not work with policy.lora.quantization = nf4: the lengths of rows are "
+        "computed from weights that are not quantised. Leave one of them out."
+    )
 
 
 def test_exporting_adapters_without_lora_is_refused():

@@ -265,9 +265,21 @@ def test_adapters(load):
     by_default = load({**DATA, "use_peft": True}).config.policy.lora
     assert (by_default.dim, by_default.alpha, by_default.dropout) == (16, 32, 0.05)
     assert by_default.target_modules == ["q_proj", "v_proj"]
-    options = {"use_rslora": True, "lora_alpha": 16, "lora_modules_to_save": ["lm_head", "embed_tokens"]}
+    options = {
+        "use_rslora": True,
+        "use_dora": True,
+        "lora_alpha": 16,
+        "lora_modules_to_save": ["lm_head", "embed_tokens"],
+    }
     more = load({**DATA, "use_peft": True, **options}).config.policy.lora
-    assert (more.use_rslora, more.alpha, more.modules_to_save) == (True, 16, ["lm_head", "embed_tokens"])
+    assert (more.use_rslora, more.use_dora, more.alpha, more.modules_to_save) == (
+        True,
+        True,
+        16,
+        ["lm_head", "embed_tokens"],
+    )
+    experts = load({**DATA, "use_peft": True, "lora_dropout": 0.0, "lora_target_parameters": ["experts.down_proj"]})
+    assert experts.config.policy.lora.target_parameters == ["experts.down_proj"]
     one_item = load({**DATA, "use_peft": True, "lora_target_modules": ["all-linear"]}).config.policy.lora
     assert one_item.target_modules == "all-linear"
     defaults = {row.key: row.value for row in loaded.translation.of_kind("default")}
@@ -511,10 +523,6 @@ REFUSED = [
         {"per_device_train_batch_size": 0},
         "per_device_train_batch_size = 0: per_device_train_batch_size, gradient_accumulation_steps and num_processes must be "
         "whole numbers above 0.",
-    ),
-    (
-        {"use_peft": True, "use_dora": True},
-        "use_dora = true: tandem trains plain LoRA. Set use_dora=false.",
     ),
     (
         {"datasets": [{"fraction": 0.5, "path": "org/a"}]},

@@ -29,6 +29,7 @@ from tandem.model.lora.layers import (
     start_fingerprint,
 )
 from tandem.report.choices import describe_choices
+from tandem.training.memory import estimate_memory
 from tandem.training.start import references
 from tandem.training.start.setup import set_up
 
@@ -280,15 +281,24 @@ def test_an_adapter_made_for_a_different_model_is_refused(adapter):
         ),
         (
             {"use_dora": True},
-            "use_dora = true: only plain LoRA adapters are supported.",
+            "has no lora_magnitude_vector of model.layers.0.mlp.down_proj, but use_dora is true in its adapter_config.json. Save "
+            "it again with peft.",
+        ),
+        (
+            {"trainable_token_indices": [5]},
+            "trainable_token_indices = [5]: only plain LoRA and DoRA adapters are supported.",
+        ),
+        (
+            {"use_qalora": True},
+            "use_qalora = true: only plain LoRA and DoRA adapters are supported.",
         ),
         (
             {"bias": "all"},
-            'bias = "all": only plain LoRA adapters are supported.',
+            'bias = "all": only plain LoRA and DoRA adapters are supported.',
         ),
         (
             {"rank_pattern": {"q_proj": 8}},
-            'rank_pattern = {"q_proj": 8}: only plain LoRA adapters are supported.',
+            'rank_pattern = {"q_proj": 8}: only plain LoRA and DoRA adapters are supported.',
         ),
         (
             {"modules_to_save": "lm_head"},
@@ -308,6 +318,42 @@ def test_an_adapter_made_for_a_different_model_is_refused(adapter):
 def test_an_adapter_that_is_not_plain_lora_is_refused(source, adapter, changes, words):
     rewrite_config(adapter, **changes)
     assert refusal(source, adapter=str(adapter)) == f"policy.lora.adapter = {adapter}: {words}"
+
+
+def test_a_dora_adapter_is_read_and_refused_where_it_does_not_fit(source, adapter, tmp_path, monkeypatch):
+    folder = trained_adapter(source.folder, tmp_path / "dora", use_dora=True)
+    found, key = plan(source, adapter=str(folder)), f"policy.lora.adapter = {folder}"
+    assert found.dora
+    assert found.num_magnitudes == 4 * (128 + 128)  # q_proj and down_proj of four layers
+    assert plan(source, adapter=str(folder), use_dora=True).dora
+    assert refusal(source, adapter=str(adapter), use_dora=True) == (
+        f"policy.lora.adapter = {adapter}: it is not a DoRA adapter, but policy.lora.use_dora = true. Leave out "
+        "policy.lora.use_dora."
+    )
+    monkeypatch.setattr(module, "_check_quantization", lambda *_: None)
+    assert refusal(source, adapter=str(folder), quantization="nf4") == (
+        f"{key}: a DoRA adapter does not work with policy.lora.quantization = nf4: the lengths of rows are computed from weights "
+        "that are not quantised. Leave out policy.lora.quantization."
+    )
+    assert refusal(source, adapter=str(rewrite_config(folder, use_dora=False))) == (
+        f"{key}: has a lora_magnitude_vector of model.layers.0.mlp.down_proj, but use_dora is false in its adapter_config.json. "
+        "Save it again with peft."
+    )
+
+
+def test_magnitudes_are_trained_and_listed(source):
+    found = plan(source, use_dora=True, target_modules=["q_proj"])
+    policy = load_adapted(source, load_config(None, []).config.policy, CPU, found)
+    assert found.num_trained == sum(p.numel() for _, p in policy.trained()) == 4 * (16 * (128 + 128) + 128)
+    assert found.num_magnitudes == 4 * 128
+    config = load_config(None, ["policy.lora.enabled=true"]).config.policy
+    of_lora, of_dora = (
+        estimate_memory(source, config, CPU, lora=one, precision="float32")
+        for one in (replace(found, num_magnitudes=0), found)
+    )
+    assert of_dora.per_token - of_lora.per_token == 4 * 4 * 128  # the outputs of layers, before rows are scaled
+    setup = set_up(load_config(None, ["policy.lora.enabled=true", "policy.lora.use_dora=true"]).config, CPU)
+    assert dict(describe_choices(setup))["adapters"].startswith("DoRA, dim 16, alpha 32, on 28 layers (")
 
 
 def test_the_start_fingerprint_is_the_base_models_unless_a_trained_adapter_changes_it(source, adapter, tmp_path):

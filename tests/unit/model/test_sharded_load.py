@@ -24,11 +24,11 @@ from tandem.exporting.weights import _empty_model
 from tandem.model.distributed.layers import shard
 from tandem.model.distributed.mesh import MeshShape
 from tandem.model.distributed.process_group import make_ranks
-from tandem.model.distributed.sharded_load import _Files, read_shards
+from tandem.model.distributed.sharded_load import _Files
 from tandem.model.files.source import find_model
 from tandem.model.load import as_policy, load_policy, unloaded_model
-from tandem.model.lora.adapters import adapt_unloaded, load_adapted, merge_adapters
-from tandem.model.lora.layers import lora_layers, plan_lora
+from tandem.model.lora.adapters import adapt_unloaded, load_adapted, merge_adapters, read_weights
+from tandem.model.lora.layers import adapted_weights, lora_layers, plan_lora
 
 CPU = torch.device("cpu")
 # Models whose files hold one tensor per expert, which transformers stacks.
@@ -42,9 +42,13 @@ EXPERTS = {
 JOINED = {"olmo_hybrid": hybrid_settings("olmo_hybrid")}
 BOTH_DTYPES = ("llama", "tied", "gpt_oss", "qwen3_moe", *EXPERTS)
 LORA = {"enabled": True, "dim": 4, "target_modules": ["q_proj", "down_proj"]}
+PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 ADAPTED = {
     "new adapters": ("llama", LORA),
+    "adapters of experts": ("qwen3_moe", {**LORA, "target_modules": ["q_proj"], "target_parameters": PARAMETERS}),
+    "new DoRA adapters": ("llama", {**LORA, "use_dora": True}),
     "a trained adapter": ("llama", {"enabled": True, "adapter": "adapter"}),
+    "a trained DoRA adapter": ("llama", {"enabled": True, "adapter": "dora"}),
     "adapters and experts": ("mixtral", {**LORA, "target_modules": ["q_proj", "v_proj"]}),
 }
 
@@ -88,7 +92,7 @@ def loaded_both_ways(folder, dtype, shape, settings=None):
     assert all(one.is_meta for name, one in policy.named_parameters() if "lora_" not in name)
     mixed = dtype == torch.bfloat16  # computes in bfloat16 if frozen weights and adapters have different dtypes
     with counted_numbers() as counted:
-        shard(policy, make_ranks(CPU, shape), bfloat16=mixed, read=lambda: read_shards(source, unloaded, CPU))
+        shard(policy, make_ranks(CPU, shape), bfloat16=mixed, read=lambda: read_weights(source, unloaded, CPU, plan))
     if shape.shard == 2 and source.config.model_type not in JOINED:
         assert sum(counted) == num_own_numbers(policy)
     assert isinstance(policy.model.get_input_embeddings().weight, DTensor)
@@ -110,7 +114,7 @@ def different_on_disk(policy, source, dtype, expected):
         return []
     tensors = {name.removeprefix("model."): tensor for name, tensor in expected.items()}
     merged = merge_adapters(policy.model, tensors) if lora_layers(policy.model) else {}
-    adapted = {f"{name}.weight": merged[f"{name}.weight"] for name, _ in lora_layers(policy.model)}
+    adapted = {name: merged[name] for name in adapted_weights(policy.model)}
     kept = published.keys() - ({"lm_head.weight"} if source.config.tie_word_embeddings else set())
     assert gathered.keys() == kept
     return [name for name in kept if not torch.equal(gathered[name], adapted.get(name, published[name].to(dtype)))]
@@ -149,7 +153,9 @@ def _rank(number, path, folders, answers):
         for dtype, shape in product(dtypes, shapes):
             answers.put((name, loaded_both_ways(folder, dtype, shape)))
     for name, (model, settings) in ADAPTED.items():
-        given = settings | ({"adapter": str(folders["llama"].parent / "adapter")} if "adapter" in settings else {})
+        given = settings | (
+            {"adapter": str(folders["llama"].parent / settings["adapter"])} if "adapter" in settings else {}
+        )
         answers.put((name, loaded_both_ways(folders[model], None, MeshShape(shard=2), given)))
     answers.put(None)
     dist.destroy_process_group()
@@ -168,6 +174,7 @@ def found(tmp_path_factory):
     folders["several files"] = model_folder(folder / "several", "llama")
     split_files(folders["several files"])
     trained_adapter(folders["llama"], folder / "adapter")
+    trained_adapter(folders["llama"], folder / "dora", use_dora=True)
     answers = SERVER.SimpleQueue()
     processes.start_processes(
         _rank, (str(folder / "store"), folders, answers), nprocs=2, start_method=SERVER.get_start_method()

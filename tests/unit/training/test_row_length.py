@@ -219,7 +219,8 @@ def test_ranks_share_fixed_memory_but_not_temporary_memory(monkeypatch):
 
 @pytest.mark.parametrize(("quantization", "shared"), [(None, 2.0), ("nf4", 0.0)])
 def test_quantised_weights_are_not_sharded(quantization, shared):
-    lora = SimpleNamespace(num_frozen=10**9, num_trained=10**6, quantization=quantization, dtype=torch.bfloat16)
+    sizes = {"num_frozen": 10**9, "num_trained": 10**6, "num_magnitudes": 0, "num_in_experts": 0}
+    lora = SimpleNamespace(**sizes, quantization=quantization, dtype=torch.bfloat16)
     one, two = (need_of("1.5B", Policy(), num_ranks, lora).fixed for num_ranks in (1, 2))
     adapters = 10**6 * (18 - 16 / 2)  # of two ranks each keeps half, and no copy
     assert one - two == pytest.approx(10**9 * shared / 2 + adapters)

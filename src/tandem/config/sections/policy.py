@@ -125,16 +125,25 @@ class Lora(Section):
         default=False,
         description="scale adapters by alpha / sqrt(dim) (rank-stabilised LoRA); taken from lora.adapter if that is set",
     )
+    use_dora: bool = Field(
+        default=False,
+        description="DoRA: also train the length of each row of an adapted weight; taken from lora.adapter if that is set",
+    )
     dropout: float = Field(
         default=0.0,
         ge=0,
         lt=1,
         description="dropout on the adapters' inputs, in training only; above 0, results depend on how preferences are packed",
     )
-    target_modules: Annotated[list[Name], Field(min_length=1)] | Name = Field(
+    target_modules: list[Name] | Name = Field(
         default=ALL_LINEAR,
         description="layers that get an adapter: all-linear (every linear layer except the head), a list of name suffixes, "
         "or a regular expression that matches the full name",
+    )
+    target_parameters: list[Name] = Field(
+        default=[],
+        description="suffixes of the names of experts that are stored in one tensor and get adapters too, such as "
+        "experts.gate_up_proj; taken from lora.adapter if that is set",
     )
     exclude_modules: list[Name] = Field(default=[], description="suffixes of layer names that get no adapter")
     modules_to_save: list[Name] = Field(
@@ -175,6 +184,39 @@ class Lora(Section):
             raise ValueError(
                 f"policy.lora.{name} = {json.dumps(value)} has no effect: policy.lora.enabled is false. "
                 f"Set policy.lora.enabled=true, or leave out policy.lora.{name}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_adapted(self) -> "Lora":
+        if not self.target_modules and not self.target_parameters:
+            raise ValueError(
+                "policy.lora.target_modules is empty, so nothing would be adapted. Name layers, or leave it out for all of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_have_plain_adapters(self) -> "Lora":
+        """The adapters are added to the tensor, so they have no inputs of their own, and peft has no magnitudes for them."""
+        if self.target_parameters:
+            for name, value in (
+                ("dropout", self.dropout),
+                ("use_dora", self.use_dora),
+                ("quantization", self.quantization),
+            ):
+                if value:
+                    raise ValueError(
+                        f"policy.lora.target_parameters does not work with policy.lora.{name} = {json.dumps(value)}: adapters "
+                        f"of experts are added to their tensor. Leave out policy.lora.{name}, or target_parameters"
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _dora_is_not_quantised(self) -> "Lora":
+        if self.use_dora and self.quantization is not None:
+            raise ValueError(
+                f"policy.lora.use_dora = true does not work with policy.lora.quantization = {self.quantization}: the lengths of "
+                "rows are computed from weights that are not quantised. Leave one of them out"
             )
         return self
 

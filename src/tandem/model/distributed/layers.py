@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn.attention.varlen  # registers the operation named below
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -19,6 +20,7 @@ from tandem.model.distributed.context import Context
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.files.source import ModelSource
 from tandem.model.load import empty_model
+from tandem.model.lora.magnitudes import Magnitudes
 from tandem.model.policy import Policy
 from tandem.model.precision.rounding import ShardCasts, salt_in_policy
 from tandem.model.precision.working_copy import GradientSums, WorkingCopy
@@ -42,8 +44,9 @@ def shard(
     """
     policy.block = block_size(policy, ranks.device, bfloat16=bfloat16)
     if ranks.count == 1 and not even_alone:
+        sources = _add_magnitudes(policy, bfloat16=bfloat16)
         if bfloat16 and any(parameter.dtype == torch.float32 for parameter in policy.parameters()):
-            policy.working_copy = WorkingCopy(policy)
+            policy.working_copy = WorkingCopy(policy, sources)
         _sum_gradients_in_float32(policy)
         return policy
     if (group := ranks.context_group) is not None:
@@ -71,13 +74,23 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
     for method in ("plain_logps", "generate"):
         register_fsdp_forward_method(policy, method)
+    sources = _add_magnitudes(policy, bfloat16=bfloat16)
     if bfloat16:
         policy.shard_casts = ShardCasts()
         for name, parameter in policy.named_parameters():
             if parameter.dtype == torch.float32:
-                policy.shard_casts.add(parameter, salt_in_policy(name))
+                policy.shard_casts.add(parameter, salt_in_policy(name), sources.get(parameter))
     _sum_gradients_in_float32(policy)
     return policy
+
+
+def _add_magnitudes(policy: Policy, *, bfloat16: bool) -> dict[nn.Parameter, Tensor]:
+    """Set `policy.magnitudes` if layers have any. Return the tensors that are cast to bfloat16 instead of a parameter."""
+    magnitudes = Magnitudes(policy.model, bfloat16=bfloat16)
+    if not magnitudes.layers:
+        return {}
+    policy.magnitudes = magnitudes
+    return magnitudes.differences
 
 
 def _sum_gradients_in_float32(policy: Policy) -> None:
@@ -87,6 +100,9 @@ def _sum_gradients_in_float32(policy: Policy) -> None:
 
 def freeze(policy: Policy) -> Policy:
     """Make a policy untrainable. If it computes with bfloat16 copies of its weights, only the copies are kept."""
+    if policy.magnitudes is not None:
+        policy.magnitudes.refresh()  # for the last time
+        policy.magnitudes = None
     if policy.working_copy is not None:
         policy.working_copy.keep_copies()
         policy.working_copy = None
@@ -152,7 +168,12 @@ def recompute(policy: Policy, how: Literal["selective", "full"]) -> None:
     The layer's `forward` is wrapped, so that the wrapper is compiled with the layer. Around a compiled layer, "selective" would
     have no effect.
     """
-    ranks = [len(parameter) for name, parameter in policy.named_parameters() if "lora_A" in name]
+    # Adapters of experts have as many rows per expert.
+    ranks = [
+        len(parameter) // getattr(policy.get_submodule(name.rpartition(".lora_A")[0]), "num_experts", 1)
+        for name, parameter in policy.named_parameters()
+        if ".lora_A." in name
+    ]
     contexts = partial(_selective, max(ranks, default=0)) if how == "selective" else _keep_nothing
     for layer in decoder_layers(policy.model):
         layer.forward = _recomputed(layer.forward, contexts, by_policy=how == "selective")

@@ -5,6 +5,7 @@ rows, every rank makes the whole weight and keeps its rows, one weight at a time
 """
 
 import copy
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tandem.model.distributed.shards import own_rows
 from tandem.model.files.build_limits import within_limits
 from tandem.model.files.source import ModelSource, weights_of
 
+PLAIN = re.compile(r"(\.base_layer)+\.")  # several where several tensors of one module have adapters
 ROWS_AT_ONCE = 1024  # rows of two tensors that are compared
 
 
@@ -144,7 +146,7 @@ def read_shards(source: ModelSource, unloaded: UnloadedModel, device: torch.devi
 
 def plain_name(name: str) -> str:
     """Return the name of a tensor in the model without adapters."""
-    return name.replace(".base_layer.", ".")
+    return PLAIN.sub(".", name)
 
 
 def _own_parts(recipe: Recipe, model: Any, wanted: dict[str, Any], files: "_Files") -> dict[str, Tensor]:

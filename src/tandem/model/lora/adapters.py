@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from tandem.config.sections.policy import Policy as PolicyConfig
-from tandem.model.distributed.sharded_load import plain_name
+from tandem.model.distributed.sharded_load import UnloadedModel, plain_name, read_shards
 from tandem.model.files.source import ModelSource
 from tandem.model.load import load_policy
-from tandem.model.lora.layers import ADAPTER, LoraPlan, inject, lora_layers
+from tandem.model.lora.layers import ADAPTER, MAGNITUDES, LoraPlan, adapted_weights, inject, name_in_files
+from tandem.model.lora.magnitudes import begin, merged_weight
 from tandem.model.policy import Policy
 
 
@@ -22,17 +23,27 @@ def load_adapted(source: ModelSource, policy: PolicyConfig, device: torch.device
     """
     loaded = load_policy(source, policy, device, dtype=plan.dtype, quantization=plan.quantization_config())
     _add(loaded.model, plan, source)
+    if plan.start is None:
+        begin(loaded.model)
     return loaded
 
 
 def adapt_unloaded(model: Any, plan: LoraPlan, source: ModelSource) -> None:
     """Add adapters to a model whose weights are on the meta device.
 
-    The adapters have their values, in host memory: those that `load_adapted` adds with the same random state.
+    The adapters have their values, in host memory: those that `load_adapted` adds with the same random state. Only new magnitudes
+    get theirs from the weights, in `read_weights`.
     """
     model.requires_grad_(False)
-    with _on_host_without_memory(model, plan.targets):
+    with _on_host_without_memory(model, [*(f"{name}.weight" for name in plan.targets), *plan.experts]):
         _add(model, plan, source)
+
+
+def read_weights(source: ModelSource, unloaded: UnloadedModel, device: torch.device, plan: LoraPlan | None) -> None:
+    """Fill a sharded model, with or without adapters, with this rank's rows of the weights in its files."""
+    read_shards(source, unloaded, device)
+    if plan is not None and plan.start is None:
+        begin(unloaded.model)
 
 
 def _add(model: Any, plan: LoraPlan, source: ModelSource) -> None:
@@ -53,26 +64,26 @@ def _set_trained_weights(model: Any, plan: LoraPlan) -> None:
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
                 if given:
-                    parameter.copy_(given[in_files.get(name) or name.replace(f".{ADAPTER}.weight", ".weight")])
+                    parameter.copy_(given[in_files.get(name) or name_in_files(name)])
 
 
 @contextmanager
-def _on_host_without_memory(model: Any, targets: tuple[str, ...]) -> Iterator[None]:
-    """Replace the weights of layers on the meta device by tensors of the same shape on the host that take no memory.
+def _on_host_without_memory(model: Any, names: list[str]) -> Iterator[None]:
+    """Replace weights on the meta device by tensors of the same shape on the host that take no memory.
 
     peft moves new adapters to the device of the layer's weight, and on the meta device they would lose their values.
     """
-    layers = {name: model.get_submodule(name) for name in targets}
-    weights = {name: layer.weight for name, layer in layers.items()}
-    for name, weight in weights.items():
-        layers[name].weight = nn.Parameter(
+    places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+    weights = [layer._parameters[name] for layer, name in places]
+    for (layer, name), weight in zip(places, weights, strict=True):
+        layer._parameters[name] = nn.Parameter(
             torch.zeros((), dtype=weight.dtype).expand(weight.shape), requires_grad=False
         )
     try:
         yield
     finally:
-        for name, weight in weights.items():
-            layers[name].weight = weight
+        for (layer, name), weight in zip(places, weights, strict=True):
+            layer._parameters[name] = weight
 
 
 def merge_adapters(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -81,15 +92,22 @@ def merge_adapters(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     `tensors`: the weights of the adapted model, including those of the adapters.
     """
     plain = {plain_name(name): tensor for name, tensor in tensors.items() if ".lora_" not in name}
-    for name, layer in lora_layers(model):
-        plain[f"{name}.weight"] = merge_adapter(name, layer, plain[f"{name}.weight"], tensors)
+    for weight, (name, layer) in adapted_weights(model).items():
+        plain[weight] = merge_adapter(name, layer, plain[weight], tensors)
     return plain
 
 
 def merge_adapter(name: str, layer: Any, weight: Tensor, tensors: dict[str, Tensor]) -> Tensor:
     """Return the weight of an adapted layer, with its adapter, which is in `tensors`, merged into it in float32."""
     up, down = (tensors[f"{name}.{side}.{ADAPTER}.weight"].float() for side in ("lora_B", "lora_A"))
-    return weight.float() + layer.scaling[ADAPTER] * (up @ down)
+    scale = layer.scaling[ADAPTER]
+    if (magnitudes := tensors.get(f"{name}{MAGNITUDES}{ADAPTER}.weight")) is not None:
+        return merged_weight(weight, down=down, up=up, scale=scale, magnitudes=magnitudes)
+    if weight.ndim == 3:
+        from tandem.model.lora.experts import merged_experts
+
+        return merged_experts(layer, weight, down=down, up=up, scale=scale)
+    return weight.float() + scale * (up @ down)
 
 
 def dequantise(model: Any) -> dict[str, Tensor]:

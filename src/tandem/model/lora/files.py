@@ -17,7 +17,8 @@ from tandem.storage.cache import content_of, is_checkpoint
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-WEIGHT = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+WEIGHT = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?:(?P<side>[AB])\.weight|magnitude_vector)")
+MAGNITUDE = "magnitude"
 
 # Keys of adapter_config.json that describe how an adapter was made or where it belongs, not what it computes.
 DESCRIPTIVE_KEYS = {
@@ -25,7 +26,7 @@ DESCRIPTIVE_KEYS = {
     "loftq_config", "lora_dropout", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision",
     "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
-READ_KEYS = {"r", "lora_alpha", "use_rslora", "modules_to_save"}
+READ_KEYS = {"r", "lora_alpha", "use_rslora", "use_dora", "modules_to_save", "target_parameters"}
 # Initialisations that leave the base weights unchanged; others (PiSSA, OLoRA) subtract the initial adapter from them.
 PLAIN_INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
 UNSET = (None, False, "none", [], {})
@@ -40,8 +41,11 @@ class TrainedAdapter:
     dim: int
     alpha: float
     rslora: bool
-    shapes: dict[str, dict[str, tuple[int, ...]]]  # module -> {"A": [dim, in], "B": [out, dim]}
+    dora: bool
+    # module -> {"A": [dim, in], "B": [out, dim]}, and with DoRA "magnitude": [out]
+    shapes: dict[str, dict[str, tuple[int, ...]]]
     modules_to_save: tuple[str, ...]  # ends of the names of modules that were trained in full
+    target_parameters: tuple[str, ...]  # ends of the names of adapted tensors of experts
     saved: dict[str, tuple[int, ...]]  # the weights of these modules -> their shapes
 
     def weights(self) -> dict[str, Tensor]:
@@ -87,20 +91,20 @@ def read_adapter(name: str) -> TrainedAdapter:
         raise ConfigError(
             f"{key}: its {CONFIG_FILE} has no valid r and lora_alpha, so it is not a LoRA adapter. Save it again with peft."
         )
-    to_save = described.get("modules_to_save") or []
-    if not isinstance(to_save, list) or not all(isinstance(one, str) and one for one in to_save):
-        raise ConfigError(
-            f"{key}: modules_to_save in its {CONFIG_FILE} is not a list of names. Save it again with peft."
-        )
+    to_save, parameters = (_names_in(key, described, one) for one in ("modules_to_save", "target_parameters"))
+    dora = bool(described.get("use_dora"))
     shapes, saved = _read_shapes(key, folder / WEIGHTS_FILE, has_saved=bool(to_save))
+    _check_complete(key, shapes, dora=dora)
     return TrainedAdapter(
         name=name,
         folder=folder,
         dim=dim,
         alpha=float(alpha),
         rslora=bool(described.get("use_rslora")),
+        dora=dora,
         shapes=shapes,
-        modules_to_save=tuple(to_save),
+        modules_to_save=to_save,
+        target_parameters=tuple(sorted(parameters)),  # peft stores a set
         saved=saved,
     )
 
@@ -114,6 +118,13 @@ def write_adapter(folder: Path, config: Any, tensors: dict[str, Tensor]) -> None
     config.save_pretrained(str(folder))
 
 
+def _names_in(key: str, described: dict[str, Any], name: str) -> tuple[str, ...]:
+    names = described.get(name) or []
+    if not isinstance(names, list) or not all(isinstance(one, str) and one for one in names):
+        raise ConfigError(f"{key}: {name} in its {CONFIG_FILE} is not a list of names. Save it again with peft.")
+    return tuple(names)
+
+
 def _check_plain(key: str, described: dict[str, Any]) -> None:
     if described.get("peft_type") != "LORA":
         raise ConfigError(f"{key}: its peft_type is {described.get('peft_type')}. Only LORA adapters are supported.")
@@ -125,7 +136,7 @@ def _check_plain(key: str, described: dict[str, Any]) -> None:
         )
     for name, value in described.items():
         if name not in DESCRIPTIVE_KEYS | READ_KEYS | {"init_lora_weights"} and value not in UNSET:
-            raise ConfigError(f"{key}: {name} = {json.dumps(value)}: only plain LoRA adapters are supported.")
+            raise ConfigError(f"{key}: {name} = {json.dumps(value)}: only plain LoRA and DoRA adapters are supported.")
 
 
 def _read_shapes(
@@ -144,7 +155,7 @@ def _read_shapes(
             for name in sorted(file.keys()):
                 shape = tuple(file.get_slice(name).get_shape())
                 if found := WEIGHT.fullmatch(name):
-                    shapes.setdefault(found["module"], {})[found["side"]] = shape
+                    shapes.setdefault(found["module"], {})[found["side"] or MAGNITUDE] = shape
                 elif has_saved and name.startswith(PREFIX) and ".lora_" not in name:
                     saved[name.removeprefix(PREFIX)] = shape
                 else:
@@ -153,8 +164,19 @@ def _read_shapes(
                     )
     except SafetensorError as error:
         raise ConfigError(f"{key}: its weights are not readable as safetensors ({error}). Is it complete?") from None
-    if half := next((module for module, sides in shapes.items() if len(sides) < 2), None):
-        raise ConfigError(
-            f"{key}: has only one of the two weights (lora_A, lora_B) of {half}, so it is incomplete. Download it again."
-        )
     return shapes, saved
+
+
+def _check_complete(key: str, shapes: dict[str, dict[str, tuple[int, ...]]], *, dora: bool) -> None:
+    """Raise ConfigError unless every layer has all of its weights, and only those. `dora`: whether it should have magnitudes."""
+    for module, sides in shapes.items():
+        if not sides.keys() >= {"A", "B"}:
+            raise ConfigError(
+                f"{key}: has only one of the two weights (lora_A, lora_B) of {module}, so it is incomplete. Download it again."
+            )
+        if (MAGNITUDE in sides) != dora:
+            found = "has no" if dora else "has a"
+            raise ConfigError(
+                f"{key}: {found} lora_magnitude_vector of {module}, but use_dora is {str(dora).lower()} in its {CONFIG_FILE}. "
+                "Save it again with peft."
+            )

@@ -13,15 +13,17 @@ from torch import Tensor, nn
 from tandem.config.sections.policy import Lora
 from tandem.errors import ConfigError, MachineError, one_line
 from tandem.model.architecture import is_multimodal
+from tandem.model.distributed.sharded_load import plain_name
 from tandem.model.files.source import ModelSource, weights_fingerprint, weights_of
 from tandem.model.load import empty_model
 from tandem.model.lora.files import TrainedAdapter, read_adapter
 from tandem.model.lora.saved import SavedModules, select_saved
-from tandem.model.lora.targets import adapter_targets, selected_targets, short_names
+from tandem.model.lora.targets import adapter_targets, selected_experts, selected_targets, short_names
 from tandem.storage.cache import fingerprint
 from tandem.terminal.commands import install_command
 
 ADAPTER = "default"  # peft's name for a single adapter
+MAGNITUDES = ".lora_magnitude_vector."
 MORE_PRECISE_THAN_BFLOAT16 = ("F64", "F32", "F16")  # names in safetensors
 # How peft refuses layers: Module 'out_proj' is incompatible with ... Incompatible modules: {'conv1d', 'out_proj'}.
 MAMBA = re.compile(
@@ -37,8 +39,11 @@ class LoraPlan:
     alpha: float
     dropout: float
     rslora: bool
+    dora: bool
     targets: tuple[str, ...]  # full names of modules
     names: tuple[str, ...]  # the shortest names that match exactly those modules
+    experts: tuple[str, ...]  # full names of adapted tensors of experts
+    expert_names: tuple[str, ...]  # policy.lora.target_parameters
     saved: SavedModules  # trained in full
     start: TrainedAdapter | None  # policy.lora.adapter
     dtype: torch.dtype  # of the frozen weights
@@ -46,6 +51,8 @@ class LoraPlan:
     quantization: str | None
     num_trained: int = 0
     num_frozen: int = 0
+    num_magnitudes: int = 0  # of DoRA; a part of num_trained
+    num_in_experts: int = 0  # weights of experts that have adapters; a part of num_frozen
 
     def peft_config(self, base: str | None = None, revision: str | None = None) -> Any:
         """Build peft's configuration. `base`: the name of the model that the adapters belong to."""
@@ -61,7 +68,10 @@ class LoraPlan:
             lora_dropout=self.dropout,
             use_rslora=self.rslora,
             target_modules=list(self.names),
-            # Only in files: in memory, these modules are trained without peft's wrapper, which keeps a copy.
+            target_parameters=list(self.expert_names) or None,
+            # Only in files. In memory, DoraLinear adds magnitudes, and modules are trained without peft's wrapper, which keeps a
+            # copy of them.
+            use_dora=self.dora and base is not None,
             modules_to_save=list(self.saved.peft_names) or None if base is not None else None,
         )
 
@@ -107,6 +117,12 @@ def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: 
         )
     model = empty_model(source)
     start = None if lora.adapter is None else read_adapter(lora.adapter)
+    if start is not None and start.dora and lora.quantization is not None:
+        raise ConfigError(
+            f"policy.lora.adapter = {start.name}: a DoRA adapter does not work with policy.lora.quantization = "
+            f"{lora.quantization}: the lengths of rows are computed from weights that are not quantised. Leave out "
+            "policy.lora.quantization."
+        )
     # peft loads an exported adapter on the complete model, whose other parts may have layers of the same names.
     modules = empty_model(source, complete=True) if is_multimodal(source.config) else model
     saved = select_saved(model, source, lora, start)
@@ -115,6 +131,7 @@ def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: 
         if start is None
         else adapter_targets(start, model, source, lora)
     )
+    experts = selected_experts(model, source, lora, start, saved.holds)
     # A frozen weight is never updated, so with bfloat16 computation the published dtype loses nothing. But float16 cannot be
     # multiplied with bfloat16.
     frozen = torch.bfloat16 if source.dtype == torch.float16 else source.dtype
@@ -124,19 +141,34 @@ def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: 
         alpha=lora.alpha if start is None else start.alpha,
         dropout=lora.dropout,
         rslora=lora.use_rslora if start is None else start.rslora,
+        dora=lora.use_dora if start is None else start.dora,
         targets=tuple(targets),
         names=short_names(targets, [name for name, _ in modules.named_modules()]),
+        experts=tuple(experts),
+        expert_names=tuple(lora.target_parameters) if start is None else start.target_parameters,
         saved=saved,
         start=start,
         dtype=dtype,
         precision=precision,
         quantization=lora.quantization,
     )
+    return _counted(plan, model, source)
+
+
+def _counted(plan: LoraPlan, model: Any, source: ModelSource) -> LoraPlan:
+    """Return a plan with numbers of weights. `model`: without weights; gets the plan's adapters."""
     with torch.device("meta"):
         inject(model, plan, source)
-    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    num_frozen = sum(parameter.numel() for parameter in model.parameters()) - num_trained
-    return replace(plan, num_trained=num_trained, num_frozen=num_frozen)
+    if plan.start is not None:
+        _check_shapes_of_experts(model, plan.start, source)
+    numbers = {name: (parameter.numel(), parameter.requires_grad) for name, parameter in model.named_parameters()}
+    return replace(
+        plan,
+        num_trained=sum(number for number, is_trained in numbers.values() if is_trained),
+        num_frozen=sum(number for number, is_trained in numbers.values() if not is_trained),
+        num_magnitudes=sum(number for name, (number, _) in numbers.items() if MAGNITUDES in name),
+        num_in_experts=sum(number for name, (number, _) in numbers.items() if plain_name(name) in plan.experts),
+    )
 
 
 def start_fingerprint(source: ModelSource, plan: LoraPlan | None) -> str:
@@ -177,6 +209,22 @@ def lora_layers(model: Any) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
+def adapted_weights(model: Any) -> dict[str, tuple[str, Any]]:
+    """Return the weights that have adapters: their names in the plain model, with the name of the layer and the layer.
+
+    A layer of experts has a name like model.layers.0.mlp.experts.base_layer if more than one of its tensors is adapted.
+    """
+    return {
+        f"{plain_name(f'{name}.')}{getattr(layer, 'parameter_name', 'weight')}": (name, layer)
+        for name, layer in lora_layers(model)
+    }
+
+
+def name_in_files(name: str) -> str:
+    """Return the name in peft's files of an adapter's parameter. `name`: its name in the model."""
+    return name.removesuffix(f".{ADAPTER}.weight") + ("" if MAGNITUDES in name else ".weight")
+
+
 def is_lora_b(name: str) -> bool:
     """Whether a parameter is the second matrix of an adapter, which starts at zero."""
     return ".lora_B." in name
@@ -196,7 +244,9 @@ def inject(model: Any, plan: LoraPlan, source: ModelSource) -> None:
         if name in plan.saved.parameters:
             parameter.requires_grad_(True)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad} - plan.saved.parameters
-    expected = {f"{name}.lora_{side}.{ADAPTER}.weight" for name in plan.targets for side in "AB"}
+    found = {weight: layer for weight, (layer, _) in adapted_weights(model).items()}
+    layers = [*plan.targets, *(found.get(name, name) for name in plan.experts)]
+    expected = {f"{name}.lora_{side}.{ADAPTER}.weight" for name in layers for side in "AB"}
     if trained != expected:
         # In models whose experts used to be linear layers, peft maps the old names to the experts wherever they occur.
         different = expected - trained or trained - expected
@@ -208,6 +258,14 @@ def inject(model: Any, plan: LoraPlan, source: ModelSource) -> None:
     for _, layer in lora_layers(model):
         if plan.dropout > 0:
             layer.lora_dropout[ADAPTER] = TrainingDropout(plan.dropout)
+    if plan.experts:
+        from tandem.model.lora.experts import adapt_experts
+
+        adapt_experts(model)
+    if plan.dora:
+        from tandem.model.lora.dora import add_magnitudes
+
+        add_magnitudes(model, ADAPTER)
 
 
 def _not_adapted(error: ValueError, plan: LoraPlan, source: ModelSource) -> ConfigError:
@@ -224,6 +282,22 @@ def _not_adapted(error: ValueError, plan: LoraPlan, source: ModelSource) -> Conf
     if start is not None:
         return ConfigError(f"policy.lora.adapter = {start}: {what}. Start from another adapter, or without one.")
     return ConfigError(f"policy.lora: {what}. {instead}")
+
+
+def _check_shapes_of_experts(model: Any, start: TrainedAdapter, source: ModelSource) -> None:
+    """Raise ConfigError unless an adapter's file has exactly the weights of adapted experts. `model`: with adapters."""
+    expected = {
+        name: {side: tuple(getattr(layer, f"lora_{side}")[ADAPTER].weight.shape) for side in "AB"}
+        for weight, (name, layer) in adapted_weights(model).items()
+        if not weight.endswith(".weight")
+    }
+    layers = {name for name, _ in lora_layers(model)}
+    for name in sorted(expected.keys() | (start.shapes.keys() - layers)):
+        if start.shapes.get(name) != expected.get(name):
+            raise ConfigError(
+                f"policy.lora.adapter = {start.name}: made for a different model: its adapter of {name} does not fit the experts "
+                f"of {source.name} that its target_parameters name. Set policy.model_name to the adapter's base model."
+            )
 
 
 def _check_quantization(lora: Lora, device: torch.device) -> None:

@@ -9,10 +9,12 @@ from torch import nn
 from tandem.config.sections.policy import ALL_LINEAR, Lora
 from tandem.data.store.pool import WorkerDied, WorkerStalled, run_in_process
 from tandem.errors import ConfigError
+from tandem.model.distributed.sharded_load import plain_name
 from tandem.model.files.source import ModelSource
-from tandem.model.lora.files import TrainedAdapter
+from tandem.model.lora.files import MAGNITUDE, TrainedAdapter
 from tandem.terminal.printable import listed
 
+KEY_OF_EXPERTS = "policy.lora.target_parameters"
 PATTERN_SECONDS, PATTERN_BYTES = 10.0, 2**30  # limits of matching a regular expression
 
 
@@ -42,6 +44,8 @@ def selected_targets(
     for name in lora.exclude_modules:
         if not any(ends_with(layer, name) for layer in (*layers, head or "")):
             raise ConfigError(f"policy.lora.exclude_modules: {name} matches no linear layer of {source.name}. {known}")
+    if not lora.target_modules:
+        return []
     if lora.target_modules == ALL_LINEAR:
         selected = [layer for layer in selected if not trained_in_full(layer)]
     remaining = [layer for layer in selected if not any(ends_with(layer, name) for name in lora.exclude_modules)]
@@ -104,16 +108,25 @@ def adapter_targets(start: TrainedAdapter, model: Any, source: ModelSource, lora
         raise ConfigError(
             f"{key}: its scale is alpha / dim, but policy.lora.use_rslora = true. Leave out policy.lora.use_rslora."
         )
+    if lora.use_dora and not start.dora:
+        raise ConfigError(
+            f"{key}: it is not a DoRA adapter, but policy.lora.use_dora = true. Leave out policy.lora.use_dora."
+        )
     layers, _ = linear_layers(model)
-    for module, sides in start.shapes.items():
+    adapted = {module: sides for module, sides in start.shapes.items() if not _is_of_experts(module, model, start)}
+    for module, sides in adapted.items():
         if module not in layers:
             raise ConfigError(
                 f"{key}: made for a different model: it adapts {module}, which is not a linear layer of {source.name}. Set "
                 "policy.model_name to the adapter's base model."
             )
         layer = layers[module]
-        expected = {"A": (start.dim, layer.in_features), "B": (layer.out_features, start.dim)}
-        for side in "AB":
+        expected: dict[str, tuple[int, ...]] = {
+            "A": (start.dim, layer.in_features),
+            "B": (layer.out_features, start.dim),
+            MAGNITUDE: (layer.out_features,),
+        }
+        for side in sides:
             if sides[side] != expected[side]:
                 raise ConfigError(
                     f"{key}: made for a different model: the shape of {module}.lora_{side} is {list(sides[side])}, but "
@@ -121,13 +134,65 @@ def adapter_targets(start: TrainedAdapter, model: Any, source: ModelSource, lora
                 )
     if {"target_modules", "exclude_modules"} & changed.keys():
         asked = selected_targets(model, source, lora)
-        if set(asked) != start.shapes.keys():
-            different = min(set(asked) ^ start.shapes.keys())
+        if set(asked) != adapted.keys():
+            different = min(set(asked) ^ adapted.keys())
             raise ConfigError(
                 f"{key}: its layers differ from those selected by policy.lora.target_modules, for example in {different}. Leave "
                 "out target_modules and exclude_modules."
             )
-    return [name for name in layers if name in start.shapes]
+    return [name for name in layers if name in adapted]
+
+
+def _is_of_experts(module: str, model: Any, start: TrainedAdapter) -> bool:
+    """Whether a module that an adapter adapts is one with experts, or peft's wrapper of one."""
+    plain = plain_name(f"{module}.")
+    adapted = [name for name in experts_of(model) if any(ends_with(name, end) for end in start.target_parameters)]
+    return any(name.startswith(plain) for name in adapted)
+
+
+def experts_of(model: Any) -> list[str]:
+    """Return the full names of the tensors that hold one matrix for each of several experts."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 3 and not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d)
+    ]
+
+
+def selected_experts(
+    model: Any, source: ModelSource, lora: Lora, start: TrainedAdapter | None, trained_in_full: Callable[[str], bool]
+) -> list[str]:
+    """Return the full names of the tensors that target_parameters, or the adapter that training starts from, selects."""
+    selected = _select_experts(model, source, lora.target_parameters, KEY_OF_EXPERTS)
+    if start is not None:
+        key = f"policy.lora.adapter = {start.name}"
+        given = selected
+        selected = _select_experts(model, source, start.target_parameters, f"{key}: target_parameters")
+        if lora.target_parameters and given != selected:
+            raise ConfigError(
+                f"{key}: its target_parameters are {listed(start.target_parameters) if selected else 'none'}, but "
+                f"{KEY_OF_EXPERTS} selects others. Leave out {KEY_OF_EXPERTS}."
+            )
+        for name, value in (("dropout", lora.dropout), ("quantization", lora.quantization)):
+            if selected and value:
+                raise ConfigError(
+                    f"{key}: adapts experts (target_parameters), which does not work with policy.lora.{name} = {value}. Leave it "
+                    "out."
+                )
+    if twice := next((one for one in selected if trained_in_full(one.rpartition(".")[0])), None):
+        raise ConfigError(
+            f"{KEY_OF_EXPERTS} selects {twice}, which policy.lora.modules_to_save trains in full. Leave it out of one of them."
+        )
+    return selected
+
+
+def _select_experts(model: Any, source: ModelSource, names: Iterable[str], key: str) -> list[str]:
+    known = experts_of(model)
+    for name in names:
+        if not any(ends_with(one, name) for one in known):
+            has = f"It has {listed(sorted({one.rpartition('.')[2] for one in known}))}." if known else "It has none."
+            raise ConfigError(f"{key}: {name} matches no tensor of experts of {source.name}. {has}")
+    return [one for one in known if any(ends_with(one, name) for name in names)]
 
 
 def ends_with(module: str, name: str) -> bool:

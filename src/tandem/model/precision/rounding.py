@@ -5,6 +5,7 @@ than that. Stochastic rounding keeps such updates on average. The random bits ar
 the tensor, so they are the same after a resume and on any number of ranks.
 """
 
+import re
 import weakref
 import zlib
 from collections.abc import Iterator
@@ -72,7 +73,7 @@ def salt_in_policy(name: str) -> int:
 
     The policy's parameter model.lm_head.weight is named lm_head.weight in the model, so it has the salt of lm_head.weight.
     """
-    return salt_of(name.removeprefix("model.").replace(".base_layer.", "."))
+    return salt_of(re.sub(r"(\.base_layer)+\.", ".", name.removeprefix("model.")))
 
 
 def first_index(parameter: nn.Parameter) -> int:
@@ -89,10 +90,13 @@ class ShardCasts:
         self.is_held = False
         self.casts: list[_ShardCast] = []
 
-    def add(self, parameter: nn.Parameter, salt: int) -> None:
-        """Make fully_shard cast this float32 parameter to bfloat16 with stochastic rounding instead of rounding to nearest."""
+    def add(self, parameter: nn.Parameter, salt: int, source: Tensor | None = None) -> None:
+        """Make fully_shard cast this float32 parameter to bfloat16 with stochastic rounding instead of rounding to nearest.
+
+        `source`: a tensor like this rank's shard, which is cast in its place.
+        """
         shard: Any = parameter._local_tensor  # type: ignore[attr-defined]
-        cast = _ShardCast(self, weakref.ref(shard), hash_start(first_index(parameter), salt))
+        cast = _ShardCast(self, weakref.ref(shard), hash_start(first_index(parameter), salt), source)
         self.casts.append(cast)
         shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = cast.before, cast.after
 
@@ -118,12 +122,13 @@ class _ShardCast:
     casts: ShardCasts
     shard: Any  # a weak reference, because the shard refers to this object
     start: int  # hash input of its first number
+    source: Tensor | None = None  # what is cast instead of the shard
     kept: Tensor | None = None
 
     def before(self, mesh: Any, size: torch.Size, stride: Any, module: Any, precision: Any) -> tuple[Any, None]:
         if self.kept is not None:
             return (self.kept,), None
-        shard = self.shard()
+        shard = self.shard() if self.source is None else self.source
         cast = round_to_bfloat16(shard, self.start)
         if missing := -(-size[0] // mesh.size()) - len(shard):  # all shards are padded to the length of the longest
             cast = torch.cat([cast, cast.new_zeros(missing, *size[1:])])

@@ -25,16 +25,21 @@ class Copy:
     """A weight, its bfloat16 copy, and the modules that use the weight. A tied weight is used by several modules."""
 
     weight: nn.Parameter
+    source: Tensor  # what is cast: the weight, or a tensor computed from it
     copy: nn.Parameter
     start: int  # hash input for stochastic rounding
     places: list[tuple[nn.Module, str]] = field(default_factory=list)  # modules and the parameter's name in them
 
 
 class WorkingCopy:
-    """The bfloat16 copies of a policy's weights. The policy's modules use the copies only inside the context `held`."""
+    """The bfloat16 copies of a policy's weights. The policy's modules use the copies only inside the context `held`.
 
-    def __init__(self, policy: nn.Module):
+    `sources`: tensors that are cast instead of a weight.
+    """
+
+    def __init__(self, policy: nn.Module, sources: dict[nn.Parameter, Tensor] | None = None):
         self.copies: list[Copy] = []
+        self._sources = sources or {}
         self.is_held = False
         self._pending: list[Copy] = []  # copies with a gradient that is not yet added to the weight's
         self._num_pending = 0  # numbers in them
@@ -52,7 +57,8 @@ class WorkingCopy:
 
     def _add_copy(self, weight: nn.Parameter, name: str) -> Copy:
         parameter = nn.Parameter(torch.empty_like(weight, dtype=torch.bfloat16), requires_grad=weight.requires_grad)
-        copy = Copy(weight, parameter, hash_start(0, salt_in_policy(name)))
+        source = self._sources.get(weight, weight)
+        copy = Copy(weight=weight, source=source, copy=parameter, start=hash_start(0, salt_in_policy(name)))
         if weight.requires_grad:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(lambda _: self._on_gradient(copy)))
         self.copies.append(copy)
@@ -128,12 +134,12 @@ def _cast_and_add(copies: list[Copy]) -> tuple[Callable[[], None], Callable[[lis
     if all(one.weight.is_cuda for one in copies):
         from tandem.model.kernels.copies import Casts, Sums
 
-        return Casts([(one.weight, one.copy, one.start) for one in copies]), Sums()
+        return Casts([(one.source, one.copy, one.start) for one in copies]), Sums()
 
     @torch.no_grad()
     def cast_all() -> None:
         for one in copies:
-            one.copy.copy_(round_to_bfloat16(one.weight, one.start))
+            one.copy.copy_(round_to_bfloat16(one.source, one.start))
 
     def add_all(given: list[tuple[Tensor, Tensor, bool]]) -> None:
         for total, part, is_first in given:

@@ -17,10 +17,9 @@ from tandem.model.checks.audit import Audit, audit, audit_reference, start_loss_
 from tandem.model.checks.trial import check_forward
 from tandem.model.distributed.layers import compile_layers, freeze, recompute, shard
 from tandem.model.distributed.process_group import Ranks
-from tandem.model.distributed.sharded_load import read_shards
 from tandem.model.files.source import ModelSource, weights_fingerprint
 from tandem.model.load import as_policy, attention_kind, load_policy, unloaded_model
-from tandem.model.lora.adapters import adapt_unloaded, load_adapted
+from tandem.model.lora.adapters import adapt_unloaded, load_adapted, read_weights
 from tandem.model.lora.layers import LoraPlan, rounds_frozen_weights
 from tandem.model.policy import Policy
 from tandem.model.reference import (
@@ -60,7 +59,7 @@ def load_sharded(setup: Setup, source: ModelSource, ranks: Ranks, lora: LoraPlan
         if lora is not None:
             adapt_unloaded(unloaded.model, lora, source)
         policy = as_policy(unloaded.model, source, config, ranks.device)
-        read = partial(read_shards, source, unloaded, ranks.device)
+        read = partial(read_weights, source, unloaded, ranks.device, lora)
     elif lora is not None:
         policy = load_adapted(source, config, ranks.device, lora)
     else:

@@ -120,6 +120,14 @@ def targets(key: str, value: Any, given: Given) -> Outcome:
     )
 
 
+def parameters(key: str, value: Any, given: Given) -> Outcome:
+    """lora_target_parameters. Without names of layers, only these get adapters."""
+    settings: dict[str, Any] = {"policy.lora.target_parameters": [value] if isinstance(value, str) else list(value)}
+    if not given.get("lora_target_linear") and not given.get("lora_target_modules"):
+        settings["policy.lora.target_modules"] = []
+    return translated(settings)
+
+
 def adapter_to_start_from(key: str, value: Any, given: Given) -> Outcome:
     if given.get("rl") in ("orpo", "simpo"):
         return translated({"policy.lora.adapter": value})
@@ -300,6 +308,7 @@ RULES = {
         quantization,
         lora_default,
         targets,
+        parameters,
         adapter_to_start_from,
         datasets,
         test_datasets,

@@ -78,8 +78,8 @@ def lora(key: str, value: Any, given: Given) -> Outcome:
         return translated({"policy.lora.dim": value})
     if key == "lora_alpha":
         return translated({"policy.lora.alpha": value or 2 * (given.get("lora_rank") or 8)})
-    if key == "use_rslora":
-        return translated({"policy.lora.use_rslora": value})
+    if key in ("use_rslora", "use_dora"):
+        return translated({f"policy.lora.{key}": value})
     names = [one.strip() for one in value.split(",")] if isinstance(value, str) else list(value)
     if key == "additional_target":
         return translated({"policy.lora.modules_to_save": names})
