@@ -62,13 +62,19 @@ class Packer:
         Every rank has the same number of micro-batches.
         `bounds`: where packs begin and end in `preferences`; None: the preferences are not packed yet.
         """
-        together = self.packs_per_micro_batch
-        for length, same in groupby(self.rounds(preferences, bounds), key=lambda round: round.length):
-            waiting = [round.packs[self.share.rank].tolist() for round in same]
+        for rounds in self.together(self.rounds(preferences, bounds)):
+            packs = [round.packs[self.share.rank].tolist() for round in rounds]
+            yield join([self.row(chosen, rounds[0].length) for chosen in packs])
+
+    def together(self, rounds: list[Round]) -> Iterator[list[Round]]:
+        """Yield the rounds that form a micro-batch: consecutive ones with the same row length."""
+        most = self.packs_per_micro_batch
+        for _, same in groupby(rounds, key=lambda round: round.length):
+            waiting = list(same)
             while waiting:
                 # The remaining packs are taken in powers of two, because each number of rows is compiled.
-                size = together if len(waiting) >= together else 2 ** (len(waiting).bit_length() - 1)
-                yield join([self.row(chosen, length) for chosen in waiting[:size]])
+                size = most if len(waiting) >= most else 2 ** (len(waiting).bit_length() - 1)
+                yield waiting[:size]
                 waiting = waiting[size:]
 
     def rounds(self, preferences: IntArray, bounds: IntArray | None = None) -> list[Round]:

@@ -55,5 +55,5 @@ def forecast_memory(setup: Setup, policy: Policy, reporter: Reporter) -> Forecas
     policy.zero_grad()
     torch.cuda.reset_peak_memory_stats()
     reporter.say(f"Memory: {expected}")
-    refuse_forecast_overflow(expected, setup.device, setup.config.policy)
+    refuse_forecast_overflow(expected, setup.device, setup.config.policy, setup.offload)
     return expected
