@@ -9,7 +9,7 @@ import torch
 
 from tandem.config.losses import needs_reference
 from tandem.config.schema import Config
-from tandem.model.distributed.layers import check_layers
+from tandem.model.distributed.layer_sizes import Layers
 from tandem.model.load import empty_model
 from tandem.packing.batches import GlobalBatch
 from tandem.packing.distribution import row_cost
@@ -79,8 +79,8 @@ def find_target(gpu: str | None) -> Target:
     return Target(device, memory, card_of_device(torch.cuda.get_device_name(device), memory), is_here=True)
 
 
-def outline(inputs: Inputs, target: Target, size: ModelSize) -> Outline:
-    """Estimate one configuration on one device."""
+def outline(inputs: Inputs, target: Target, size: ModelSize, layers: Layers) -> Outline:
+    """Estimate one configuration on one device, or on several of them. `size`, `layers`: of the model."""
     machine = _machine(inputs, target)
     mesh, is_several = machine.mesh, machine.mesh.num_ranks > 1
     planned, need = plan_rows(inputs, machine, RankShare(0, mesh.data_parallel), memory=target.memory)
@@ -112,7 +112,7 @@ def outline(inputs: Inputs, target: Target, size: ModelSize) -> Outline:
 
     if shared:
         links = target.options.links(target.card, target.gpus)
-        sent = sent_per_step(inputs.config, machine, empty_model(inputs.source), shared)
+        sent = sent_per_step(inputs.config, machine, layers, shared)
         step = None if no_time else seconds(work) / planned.num_steps
         several, pace = combined(sent, shared, machine, gpus=target.gpus, links=links, one_gpu_seconds=step)
     time = None if no_time else _time_need(inputs, planned, work, size, target, seconds=seconds, pace=pace)
@@ -123,10 +123,7 @@ def outline(inputs: Inputs, target: Target, size: ModelSize) -> Outline:
 def _machine(inputs: Inputs, target: Target) -> Machine:
     """Choose precision and adapters for the device. On another machine, packages may be installed that are missing here."""
     config, lora = inputs.config, inputs.config.policy.lora
-    mesh = planned_mesh(config, target.gpus)
-    if mesh.num_ranks > 1:
-        check_layers(inputs.source, config.policy, mesh.num_ranks)
-    given: dict[str, Any] = {"mesh": mesh, "ranks_here": target.gpus.per_machine}
+    given: dict[str, Any] = {"mesh": planned_mesh(config, target.gpus), "ranks_here": target.gpus.per_machine}
     if target.is_here or lora.quantization is None:
         return check_machine(config, inputs.source, target.device, **given)
     policy = config.policy.model_copy(update={"lora": lora.model_copy(update={"quantization": None})})

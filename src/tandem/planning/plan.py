@@ -9,6 +9,8 @@ import torch
 from tandem.config.load import LoadedConfig
 from tandem.data.store.sets import ProgressBar, no_bar
 from tandem.exporting.cached import export_named_checkpoints
+from tandem.model.distributed.layer_sizes import layers_of
+from tandem.model.distributed.layers import check_layers
 from tandem.model.load import empty_model
 from tandem.planning.cards import check_price
 from tandem.planning.estimate import Outline, Target, find_target, outline
@@ -42,11 +44,14 @@ def plan(
     export_named_checkpoints(config, say=lambda text: None)
     source = check_model(config, needs_weights=False)
     inputs = open_inputs(config, source, bar, needs_weights=False)
-    size = size_of(empty_model(source))
-    found = outline(inputs, target, size)
+    if target.gpus.total > 1:
+        check_layers(source, config.policy, target.gpus.total)
+    model = empty_model(source)
+    size, layers = size_of(model), layers_of(model)
+    found = outline(inputs, target, size, layers)
     suggestions: tuple[Suggestion, ...] = ()
     if found.memory.verdict != "fits":
-        suggestions = suggest(Planner(loaded, inputs, size, price_per_hour), target, bar)
+        suggestions = suggest(Planner(loaded, inputs, size, layers, price_per_hour), target, bar)
     lora = found.machine.lora
     return RunEstimate(
         model=config.policy.model_name,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tandem.config.schema import Config
-from tandem.model.distributed.layer_sizes import layers_of
+from tandem.model.distributed.layer_sizes import Layers
 from tandem.packing.batches import GlobalBatch
 from tandem.packing.packer import Packer
 from tandem.packing.savings import num_tokens
@@ -65,13 +65,13 @@ def _num_rows(packer: Packer, pack: np.ndarray) -> int:
     return packer.num_rows(pack) if len(pack) else 1  # a pack without preferences is a row of filler
 
 
-def sent_per_step(config: Config, machine: Machine, model: object, given: Distribution) -> tuple[Traffic, Traffic]:
-    """Return what a rank sends in a step, and in forward passes over as many packs. `model`: built without weights."""
+def sent_per_step(config: Config, machine: Machine, layers: Layers, given: Distribution) -> tuple[Traffic, Traffic]:
+    """Return what a rank sends in a step, and in forward passes over as many packs. `layers`: of the model."""
     policy, lora = config.policy, machine.lora
     keeps, recomputes = not policy.parallel.reshard_after_forward, policy.activation_checkpointing != "none"
     itemsize = 2 if machine.precision == "bfloat16" else 4
     each = traffic(
-        layers_of(model, is_quantised=lora is not None and lora.quantization is not None),
+        layers if lora is None or lora.quantization is None else layers.quantised(),
         machine.mesh,
         row_tokens=round(given.tokens),
         weight_bytes=itemsize,

@@ -11,11 +11,13 @@ from tandem.config.sections.policy import Policy
 from tandem.data.store.sets import ProgressBar
 from tandem.errors import TandemError
 from tandem.launch.choose import GPUS_KEY
+from tandem.model.distributed.layer_sizes import Layers
 from tandem.planning.cards import larger_cards
 from tandem.planning.estimate import Outline, Target, find_target, outline, with_config
 from tandem.planning.gpus import GpuCount
 from tandem.planning.records import Suggestion
 from tandem.planning.speed import ModelSize
+from tandem.storage.cache import GIB
 from tandem.terminal.commands import install_command, tandem_command, with_override
 from tandem.training.host_memory import OFFLOAD, host_memory
 from tandem.training.memory import USABLE_SHARE
@@ -89,6 +91,7 @@ class Planner:
     loaded: LoadedConfig
     inputs: Inputs
     size: ModelSize
+    layers: Layers
     price_per_hour: float | None = None  # of the card that is planned for
     known: dict[tuple[str, int, GpuCount], Outline | None] = field(default_factory=dict)
 
@@ -104,7 +107,7 @@ class Planner:
             config = self.loaded.with_overrides(self.overrides(keys)).config
             if keys and config == self.inputs.config:
                 return None
-            return outline(with_config(self.inputs, config), replace(target, is_here=False), self.size)
+            return outline(with_config(self.inputs, config), replace(target, is_here=False), self.size, self.layers)
         except TandemError:
             return None
 
@@ -224,8 +227,9 @@ def _larger_cards(planner: Planner, target: Target, changes: Sequence[Change]) -
 def _words(change: Change, changed: Outline, target: Target) -> str:
     needs_package = QUANTIZATION in change.keys and importlib.util.find_spec("bitsandbytes") is None
     words = f"{change.words}; first {install_command('qlora')}" if needs_package else change.words
-    where = "each machine" if target.gpus.machines > 1 else "the host"
-    return f"{words} ({where} needs {changed.host})" if OFFLOAD in change.keys else words
+    where = " in each machine" if target.gpus.machines > 1 else ""
+    needs_host = OFFLOAD in change.keys
+    return f"{words}; needs {changed.host.total / GIB:,.1f} GiB of host memory{where}" if needs_host else words
 
 
 def _shorter_rows(planner: Planner, target: Target) -> Iterator[Suggestion]:

@@ -26,7 +26,7 @@ class HostNeed:
         return self.states + self.copies
 
     def __str__(self) -> str:
-        copies = f", {_gib(self.total)} with the copies that a checkpoint is written from" if self.copies else ""
+        copies = f" ({_gib(self.total)} with the copies that a checkpoint is written from)" if self.copies else ""
         return f"{_gib(self.states)} GiB{copies}"
 
 

@@ -109,7 +109,7 @@ def estimate_memory(
     gathered = 0.0
     if mesh.num_ranks > 1:
         trained = num if lora is None else lora.num_trained
-        layers = layers_of(model, is_quantised=lora is not None and lora.quantization is not None)
+        layers = layers_of(model) if lora is None or lora.quantization is None else layers_of(model).quantised()
         itemsize, keeps = 2 if precision == "bfloat16" else 4, not policy.parallel.reshard_after_forward
         gathered = layers.gathered_bytes(itemsize, keeps_gathered=keeps, num_trained=trained)
     return MemoryEstimate(num, parts, per_token, head=head, context=mesh.context, gathered=gathered)

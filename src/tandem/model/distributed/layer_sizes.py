@@ -1,6 +1,6 @@
 """The sizes of a model's layers, which determine how much its ranks gather and exchange."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.model.architecture import decoder_layers, has_layer_list
@@ -21,6 +21,10 @@ class Layers:
     def num_weights(self) -> float:
         return self.num_layers * self.weights_per_layer + self.other_weights
 
+    def quantised(self) -> "Layers":
+        """Return the sizes of what ranks exchange if layers are quantised and frozen: each rank holds all of those weights."""
+        return replace(self, weights_per_layer=0.0)
+
     def gathered_bytes(self, itemsize: int, *, keeps_gathered: bool, num_trained: float) -> float:
         """Return the bytes that a rank of several needs for weights that it gathers, and for gradients before they are divided.
 
@@ -35,11 +39,8 @@ class Layers:
         return weights + trained * gradients
 
 
-def layers_of(model: Any, *, is_quantised: bool = False) -> Layers:
-    """Return the sizes of a model. `model`: built without weights.
-
-    `is_quantised`: the layers are quantised and frozen. Every rank then holds all of them, so that none is gathered.
-    """
+def layers_of(model: Any) -> Layers:
+    """Return the sizes of a model. `model`: built without weights."""
     text = model.config.get_text_config()
     layers = decoder_layers(model) if has_layer_list(model) else [model]
     in_layers = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
@@ -47,7 +48,7 @@ def layers_of(model: Any, *, is_quantised: bool = False) -> Layers:
     heads = _most(getattr(text, "num_attention_heads", None))
     return Layers(
         num_layers=len(layers),
-        weights_per_layer=0.0 if is_quantised else in_layers / len(layers),
+        weights_per_layer=in_layers / len(layers),
         other_weights=total - in_layers,
         num_heads=heads,
         num_key_heads=_most(getattr(text, "num_key_value_heads", None), heads),
