@@ -15,8 +15,8 @@ from tandem.packing.batches import GlobalBatch
 from tandem.packing.distribution import row_cost
 from tandem.packing.packer import BLOCK, Packer, RankShare
 from tandem.packing.savings import num_positions, num_tokens
-from tandem.planning.cards import Card, card_of_device, find_card
-from tandem.planning.gpus import NO_OPTIONS, ONE_GPU, GpuCount, GpuOptions, planned_mesh
+from tandem.planning.cards import Card, card_of_device, data_sheet_pcie, find_card
+from tandem.planning.gpus import GB, NO_OPTIONS, ONE_GPU, REACHED_SHARE, GpuCount, GpuOptions, planned_mesh
 from tandem.planning.records import MemoryNeed, Rows, SeveralGpus, TimeNeed
 from tandem.planning.several import ALONE, Pace, combined, distribute, sent_per_step
 from tandem.planning.speed import (
@@ -115,7 +115,11 @@ def outline(inputs: Inputs, target: Target, size: ModelSize, layers: Layers) -> 
         sent = sent_per_step(inputs.config, machine, layers, shared)
         step = None if no_time else seconds(work) / planned.num_steps
         several, pace = combined(sent, shared, machine, gpus=target.gpus, links=links, one_gpu_seconds=step)
-    time = None if no_time else _time_need(inputs, planned, work, size, target, seconds=seconds, pace=pace)
+    copied = need.parts.all_states if inputs.config.policy.optimizer.offload else 0.0
+    # States arrive and leave at the same time.
+    copying = copied / (GB * REACHED_SHARE * data_sheet_pcie(target.card))
+    given: dict[str, Any] = {"seconds": seconds, "pace": pace, "copying": copying}
+    time = None if no_time else _time_need(inputs, planned, work, size, target, **given)
     host = host_need(need, inputs.config, lora=machine.lora, mesh=mesh, ranks_here=machine.ranks_here)
     return Outline(planned, machine, need, rows, work, memory, time, no_time, host, several)
 
@@ -198,8 +202,9 @@ def _time_need(
     *,
     seconds: Callable[[Work], float],
     pace: Pace,
+    copying: float,
 ) -> TimeNeed:
-    """`seconds`: of training on some work, on one GPU."""
+    """`seconds`: of training on some work, on one GPU. `copying`: seconds of a step for copies of optimizer states."""
     config, card = inputs.config, target.card
     assert card is not None
 
@@ -209,7 +214,7 @@ def _time_need(
     def about(number: float) -> Range:
         return time_range(number, size, card, is_several=target.gpus.total > 1)
 
-    trained = seconds(work) * pace.training
+    trained = seconds(work) * pace.training + planned.num_steps * copying
     nothing = Work(tokens=0, scored=0)
     sets = [(packer, _validation_pairs(packer, config)) for packer in planned.validation.values()]
     complete = [_work(packer, np.arange(len(packer.store)), size, work.fill) for packer, _ in sets]
@@ -225,6 +230,7 @@ def _time_need(
         training=about(trained),
         validation=about(forward(sum(measured, nothing)) * passes),
         pairs_per_second=planned.num_pairs / trained,
+        copying=copying,
     )
 
 

@@ -11,8 +11,8 @@ from tandem.model.distributed.mesh import MeshShape, mesh_shape
 from tandem.planning.cards import Card, card_names, data_sheet_link
 
 GB = 1e9
-# What is assumed to be reached of the bandwidths of data sheets.
-INSIDE_SHARE, BETWEEN_SHARE = 2 / 3, 1 / 2
+# What is assumed to be reached of the bandwidths of data sheets: inside a machine, and of a network.
+REACHED_SHARE, BETWEEN_SHARE = 2 / 3, 1 / 2
 # Network cards in GB/s each way: one of 400 Gb/s for each GPU with NVLink, otherwise one of 100 Gb/s for a machine.
 NETWORK_PER_GPU, NETWORK_PER_MACHINE = 50.0, 12.5
 
@@ -94,7 +94,7 @@ class GpuOptions:
         """Return the bandwidths that are given, or those assumed for the card."""
         sheet, has_nvlink = data_sheet_link(card)
         network = NETWORK_PER_GPU * count.per_machine if has_nvlink else NETWORK_PER_MACHINE
-        inside, between = self.link or INSIDE_SHARE * sheet, self.network or BETWEEN_SHARE * network
+        inside, between = self.link or REACHED_SHARE * sheet, self.network or BETWEEN_SHARE * network
         return Links(GB * inside, GB * between)
 
     def arguments(self, count: GpuCount) -> list[str]:

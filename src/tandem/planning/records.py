@@ -75,6 +75,7 @@ class TimeNeed:
     training: Range
     validation: Range
     pairs_per_second: float  # in training, without validation
+    copying: float = 0.0  # seconds of a step in which optimizer states are copied from host memory and back
 
     @property
     def total(self) -> Range:

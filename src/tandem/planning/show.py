@@ -72,11 +72,8 @@ def _memory(found: RunEstimate) -> list[tuple[str, str]]:
     need, rows = found.memory, found.rows
     longest = "none" if rows.longest_that_fits is None else f"{rows.longest_that_fits:,} tokens"
     each = "" if found.several is None else " per GPU" if found.card is not None else " per rank"
-    host = (
-        []
-        if found.host is None
-        else [("host memory", f"{found.host} per machine for optimizer states, whose copying is not part of the time")]
-    )
+    copied = "" if found.time is None else f"; {found.time.copying:.2g} s of copies per step (computed)"
+    host = [] if found.host is None else [("host memory", f"{found.host} per machine for optimizer states{copied}")]
     return [
         ("memory", f"{gib(need.total)} of {gib(need.available)} GiB{each}: {VERDICTS[need.verdict]}"),
         ("", _parts(need, rows.length, rows.together)),

@@ -422,3 +422,28 @@ def test_the_command_refuses_a_mesh_before_heavy_imports(tmp_path):
         "tandem: error: policy.parallel: replicate 1 x context 2 needs a multiple of 2 ranks, and this run has 3. Change "
         "policy.parallel, or plan for another number of GPUs (--gpus N, --machines N).\nFalse\n"
     )
+
+
+# Optimizer states in host memory
+
+
+def test_states_in_host_memory_are_copied_in_every_step(capsys):
+    given = ["policy.weights=bfloat16_stochastic", FULL]
+    on_gpu, on_host = (planned(*given, *more) for more in ([], ["policy.optimizer.offload=true"]))
+    assert on_gpu.host is None and on_gpu.time is not None and on_host.time is not None and on_host.host is not None
+    assert on_host.host.states == 8 * on_host.num_weights
+    assert on_host.host.copies == 10 * on_host.num_weights  # 2 for the weights
+    # Two thirds of the 64 GB/s of an H100's PCI Express.
+    assert on_host.time.copying == pytest.approx(8 * on_host.num_weights / (64e9 * 2 / 3))
+    each = on_host.time.training.high - on_gpu.time.training.high
+    assert each == pytest.approx(1.7 * on_host.num_steps * on_host.time.copying)
+    said = " ".join(shown(on_host, capsys).split())
+    assert f"host memory {on_host.host} per machine for optimizer states; " in said
+    assert "host memory" not in shown(on_gpu, capsys)
+
+
+def test_each_machine_holds_the_states_of_its_ranks(model):
+    found = planned(model, FULL, "policy.optimizer.offload=true", options=GpuOptions(gpus=4, machines=2))
+    assert found.host is not None
+    assert found.host.states == pytest.approx(8 * found.num_weights / 2)  # half of the shards
+    assert found.memory.optimizer_states < GIB
