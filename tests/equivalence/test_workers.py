@@ -209,7 +209,13 @@ def test_a_run_resumes_with_another_number_of_ranks(together, folder, cases):
 @pytest.mark.slow
 def test_a_run_resumes_with_another_mesh(folder):
     """Replicas hold all weights, ranks that divide rows half of them each: a checkpoint of one is read by the other."""
-    settings = [*COMMON, "policy.packing.pack_length=512", few_pairs(folder), "dpo.val_period=0", "dpo.val_at_end=false"]
+    settings = [
+        *COMMON,
+        "policy.packing.pack_length=512",
+        few_pairs(folder),
+        "dpo.val_period=0",
+        "dpo.val_at_end=false",
+    ]
     alone = short_run(folder / "mesh-alone", *settings)
     replicas, context = "policy.parallel.replicate=2", "policy.parallel.context=2"
     whole = {replicas: folder / "mesh-of-replicas", context: folder / "mesh-of-context"}
