@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from tandem.packing.batches import GlobalBatch
 from tandem.packing.distribution import Round
 from tandem.planning import suggestions
 from tandem.planning.cards import TABLE, data_sheet_link, find_card
+from tandem.planning.estimate import find_target
 from tandem.planning.gpus import NO_OPTIONS, GpuCount, GpuOptions, Links
 from tandem.planning.plan import plan
 from tandem.planning.records import RunEstimate
@@ -27,6 +29,7 @@ from tandem.planning.several import distribute
 from tandem.planning.show import show
 from tandem.planning.traffic import OVERLAPPED, Traffic, efficiency, exchange_seconds, of_forward_pass
 from tandem.report.reporter import Reporter
+from tandem.training.host_memory import HostNeed
 
 GIB = 2**30
 NUM_PAIRS = 512
@@ -100,6 +103,8 @@ def test_the_page_on_scaling_and_the_plan_agree_on_a_recipe(mesh, benchmark, mod
     assert (several.gpus, several.links) == (recipe.gpus, GpuOptions().links(find_card("h100-80gb"), recipe.gpus))
     num_packs = several.sent.gathered / expected.traffic.gathered
     assert num_packs == pytest.approx(round(num_packs))
+    full = found.num_tokens / 16384 / mesh.data_parallel  # rows of a rank, if all were full
+    assert full <= num_packs < full + 2
     assert several.sent.reduced == pytest.approx(num_packs * expected.traffic.reduced)
     assert several.efficiency == pytest.approx(
         efficiency(several.compute_seconds, several.exchange_seconds, OVERLAPPED)
@@ -447,3 +452,26 @@ def test_each_machine_holds_the_states_of_its_ranks(model):
     assert found.host is not None
     assert found.host.states == pytest.approx(8 * found.num_weights / 2)  # half of the shards
     assert found.memory.optimizer_states < GIB
+
+
+def test_this_machine_gets_no_suggestion_of_host_memory_that_it_does_not_have(monkeypatch):
+    monkeypatch.setattr(suggestions, "CHANGES", [one for one in suggestions.CHANGES if "offload" in str(one.keys)][:1])
+    here = replace(find_target("l4-24gb"), is_here=True)
+    fits = SimpleNamespace(memory=SimpleNamespace(verdict="fits"), host=HostNeed(8 * GIB, 0))
+    planner = SimpleNamespace(plan=lambda keys, target: fits, suggestion=lambda words, *_: words)
+    for gib, found in ((7, None), (9, "optimizer states in host memory; needs 8.0 GiB of host memory")):
+        monkeypatch.setattr(suggestions, "host_memory", lambda gib=gib: gib * GIB)
+        assert suggestions._fitting(planner, suggestions.CHANGES[0], here) == found
+    monkeypatch.setattr(suggestions, "host_memory", lambda: 0)  # that of another machine is not known
+    assert suggestions._fitting(planner, suggestions.CHANGES[0], replace(here, is_here=False)) is not None
+
+
+def test_all_gpus_of_this_machine_are_planned_for_as_training_uses_them(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=79 * GIB))
+    found = planned(gpu=None)
+    assert found.several is not None
+    assert (found.several.gpus, found.several.links.inside) == (GpuCount(4), 200e9)
+    assert planned("cluster.gpus_per_node=1", gpu=None).several is None

@@ -217,6 +217,16 @@ def test_ranks_share_fixed_memory_but_not_temporary_memory(monkeypatch):
     assert need_of("8B", policy, num_ranks=2).fixed == 8 * num
 
 
+def test_ranks_need_memory_for_what_they_gather_whatever_the_length_of_rows():
+    one, two = (need_of("8B", Policy(), num_ranks) for num_ranks in (1, 2))
+    layer = (two.num_weights - 2 * 128_256 * 4096 - 4096) / 32
+    others = 2 * 128_256 * 4096 + 4096
+    # bfloat16: two layers, all else, and gradients of a layer and of all else; float32: the gradients of a layer.
+    assert two.gathered == pytest.approx(2 * (2 * layer + others) + 6 * layer + 2 * others)
+    assert (one.gathered, one.temporary(0)) == (0, 2 * GIB)
+    assert two.temporary(100) - 100 * two.per_token == pytest.approx(2 * GIB + two.gathered)
+
+
 @pytest.mark.parametrize(("quantization", "shared"), [(None, 2.0), ("nf4", 0.0)])
 def test_quantised_weights_are_not_sharded(quantization, shared):
     lora = SimpleNamespace(num_frozen=10**9, num_trained=10**6, quantization=quantization, dtype=torch.bfloat16)
