@@ -20,10 +20,10 @@ from tandem.model.distributed.mesh import MeshShape
 from tandem.packing.batches import GlobalBatch
 from tandem.packing.distribution import Round
 from tandem.planning import suggestions
-from tandem.planning.cards import TABLE, data_sheet_link, find_card
+from tandem.planning.cards import TABLE, card_of_device, data_sheet_link, find_card
 from tandem.planning.estimate import find_target
 from tandem.planning.gpus import NO_OPTIONS, GpuCount, GpuOptions, Links
-from tandem.planning.plan import plan
+from tandem.planning.plan import _with_all_gpus, plan
 from tandem.planning.records import RunEstimate
 from tandem.planning.several import distribute
 from tandem.planning.show import show
@@ -467,11 +467,11 @@ def test_this_machine_gets_no_suggestion_of_host_memory_that_it_does_not_have(mo
 
 
 def test_all_gpus_of_this_machine_are_planned_for_as_training_uses_them(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=79 * GIB))
-    found = planned(gpu=None)
-    assert found.several is not None
-    assert (found.several.gpus, found.several.links.inside) == (GpuCount(4), 200e9)
-    assert planned("cluster.gpus_per_node=1", gpu=None).several is None
+    here = replace(find_target("a100-80gb"), card=card_of_device("NVIDIA A100-SXM4-80GB", 79 * GIB), is_here=True)
+    found = _with_all_gpus(here, load_config(None, DATA), NO_OPTIONS)
+    assert (found.gpus, found.memory) == (GpuCount(4), here.memory)
+    assert found.options.links(found.card, found.gpus).inside == 200e9
+    for asked in (1, 8):  # a number that is given counts, also if this machine has another one
+        loaded = load_config(None, [*DATA, f"cluster.gpus_per_node={asked}"])
+        assert _with_all_gpus(here, loaded, NO_OPTIONS).gpus == GpuCount(asked)
