@@ -100,7 +100,7 @@ class GpuOptions:
     def arguments(self, count: GpuCount) -> list[str]:
         """Return the arguments of a command that plans for `count` with the same links."""
         found = ["--gpus", str(count.per_machine)]
-        found += ["--machines", str(count.machines)] if count.machines > 1 else []
+        found += ["--machines", str(count.machines)] if count.machines > 1 or self.machines is not None else []
         found += ["--link", f"{self.link:g}"] if self.link is not None else []
         return found + (["--network", f"{self.network:g}"] if self.network is not None else [])
 

@@ -14,7 +14,7 @@ from tandem.launch.choose import GPUS_KEY
 from tandem.model.distributed.layer_sizes import Layers
 from tandem.planning.cards import larger_cards
 from tandem.planning.estimate import Outline, Target, find_target, outline, with_config
-from tandem.planning.gpus import GpuCount
+from tandem.planning.gpus import NO_OPTIONS, GpuCount
 from tandem.planning.records import Suggestion
 from tandem.planning.speed import ModelSize
 from tandem.storage.cache import GIB
@@ -130,8 +130,11 @@ class Planner:
         if gpus.machines > 1:
             command = self.plan_command(keys, target)
         else:
-            given = self.loaded.config.cluster.gpus_per_node
-            count = {} if gpus.total == 1 or given == gpus.per_machine else {GPUS_KEY: gpus.per_machine}
+            cluster, count = self.loaded.config.cluster, {}
+            if cluster.gpus_per_node != ("all" if gpus.total == 1 else gpus.per_machine):
+                count[GPUS_KEY] = gpus.per_machine
+            if cluster.num_nodes > 1:
+                count["cluster.num_nodes"] = 1
             command = self.command("train", keys | count)
         cost = None if changed.time is None else changed.time.cost(self.price_per_hour, gpus.total)
         return Suggestion(words, command, changed.memory, changed.time, cost)
@@ -217,7 +220,8 @@ def _larger_cards(planner: Planner, target: Target, changes: Sequence[Change]) -
             changed = planner.plan(change.keys, other)
             if changed is not None and changed.memory.verdict == "fits":
                 words = f"{card.name}, {_words(change, changed, other)}" if change.words else card.name
-                count = other.options.arguments(other.gpus) if target.gpus.total > 1 else []
+                given = replace(target.options, link=None, network=None)  # another card has other links
+                count = given.arguments(other.gpus) if given != NO_OPTIONS or other.gpus.total > 1 else []
                 command = planner.command("plan", change.keys, ["--gpu", card.name, *count])
                 found.append(Suggestion(words, command, changed.memory, changed.time))
                 break

@@ -475,3 +475,27 @@ def test_all_gpus_of_this_machine_are_planned_for_as_training_uses_them(monkeypa
     for asked in (1, 8):  # a number that is given counts, also if this machine has another one
         loaded = load_config(None, [*DATA, f"cluster.gpus_per_node={asked}"])
         assert _with_all_gpus(here, loaded, NO_OPTIONS).gpus == GpuCount(asked)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "options", "count"),
+    [
+        ([], {}, {}),
+        ([], {"gpus": 2}, {"cluster.gpus_per_node": 2}),
+        (["cluster.gpus_per_node=2"], {}, {}),
+        (["cluster.gpus_per_node=8"], {"gpus": 1}, {"cluster.gpus_per_node": 1}),
+        (["cluster.num_nodes=2"], {"gpus": 4, "machines": 1}, {"cluster.gpus_per_node": 4, "cluster.num_nodes": 1}),
+    ],
+)
+def test_a_suggested_command_starts_as_many_ranks_as_were_planned_for(cluster, options, count):
+    given, loaded = GpuOptions(**options), load_config(None, [*DATA, *cluster])
+    gpus = given.count(loaded, None)
+    target = replace(find_target("l4-24gb"), gpus=gpus, options=given)
+    planner = suggestions.Planner(loaded, None, None, None)
+    fits = SimpleNamespace(time=None, memory=None)
+    command = planner.suggestion("", {"run.seed": 1}, fits, target).command
+    overrides = dict(word.split("=") for word in shlex.split(command) if "=" in word)
+    assert {key: int(value) for key, value in overrides.items() if key.startswith("cluster.")} == {
+        **{key: int(value) for key, value in (one.split("=") for one in cluster)},
+        **count,
+    }
