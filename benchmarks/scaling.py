@@ -3,8 +3,9 @@
     python benchmarks/scaling.py [--gpu h100-80gb] [--write]
 
 Prints a table and, as its last line, one JSON object. `--write` puts the table into docs/scaling.md. Memory is the estimate that
-`tandem train` chooses row lengths with. Speed is that of one GPU (`tandem plan`), times the efficiency: exchanged bytes are
-counted by tandem.planning.traffic, at NETWORK bytes a second, and OVERLAPPED of them are hidden behind computation.
+`tandem train` chooses row lengths with. Speed is that of one GPU, times the efficiency, both as in `tandem plan
+--gpus`: exchanged bytes are counted by tandem.planning.traffic, at the bandwidths that it assumes for the card. Ranks do not wait
+for each other.
 """
 
 import json
@@ -18,18 +19,19 @@ from options import options_of
 
 from tandem.config.keys import with_table
 from tandem.config.schema import Config
+from tandem.model.distributed.layer_sizes import layers_of
 from tandem.model.distributed.mesh import MeshShape
+from tandem.model.files.source import ModelSource
+from tandem.model.load import empty_model
 from tandem.planning.cards import Card, find_card
-from tandem.planning.speed import ModelSize, Work, size_of, training_seconds
-from tandem.planning.traffic import Layers, Traffic, efficiency, traffic
+from tandem.planning.gpus import GpuCount, GpuOptions
+from tandem.planning.speed import Work, size_of, training_seconds
+from tandem.planning.traffic import OVERLAPPED, Traffic, efficiency, exchange_seconds, traffic
 from tandem.storage.cache import GIB
-from tandem.training.memory import LOGITS_BYTES, _bytes_per_token, _fixed_memory
+from tandem.training.memory import estimate_memory
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
-# Bytes a second that a rank exchanges with the others: inside a machine over NVLink, between machines over eight 400 Gb/s cards.
-NETWORK = {"inside": 300e9, "between": 200e9}
 GPUS_PER_MACHINE = 8
-OVERLAPPED = 0.8
 PAIR = Work(tokens=673, scored=484, attention=1.07, fill=0.97)  # a pair of benchmarks/train.py, its prompt once
 
 
@@ -46,6 +48,11 @@ class Recipe:
     def config(self) -> Config:
         return Config.model_validate({"policy": self.settings})
 
+    @property
+    def gpus(self) -> GpuCount:
+        machines = -(-self.mesh.num_ranks // GPUS_PER_MACHINE)
+        return GpuCount(self.mesh.num_ranks // machines, machines)
+
 
 NOTHING: dict[str, Any] = {}
 SELECTIVE = {"activation_checkpointing": "selective"}
@@ -59,9 +66,9 @@ RECIPES = [
     Recipe("llama3.1-8b", MeshShape(shard=8), 16384, SELECTIVE),
     Recipe("llama3.1-8b", MeshShape(replicate=8, shard=8), 16384, SELECTIVE),
     Recipe("llama3.1-8b", MeshShape(shard=4, context=2), 65536, FULL),
-    Recipe("llama3.1-70b", MeshShape(shard=16), 8192, {**BFLOAT16, **FULL}),
-    Recipe("llama3.1-70b", MeshShape(shard=64), 16384, FULL),
-    Recipe("llama3.1-70b", MeshShape(shard=16, context=4), 65536, FULL),
+    Recipe("llama3.1-70b", MeshShape(shard=16), 4096, {**BFLOAT16, **FULL}),
+    Recipe("llama3.1-70b", MeshShape(shard=64), 8192, FULL),
+    Recipe("llama3.1-70b", MeshShape(shard=16, context=4), 32768, FULL),
 ]
 
 
@@ -71,26 +78,26 @@ class Estimate:
 
     memory: float  # bytes per rank
     traffic: Traffic  # of a pack
+    exchange_seconds: float  # of a pack
     compute_seconds: float  # of a pack
     efficiency: float
     pairs_per_second: float
 
 
 def estimate(recipe: Recipe, card: Card) -> Estimate:
-    config, mesh, policy = config_of(recipe.shape), recipe.mesh, recipe.config.policy
-    size, layers = sizes_of(config)
-    fixed = _fixed_memory(size.num_weights, policy, None, "bfloat16", mesh).total
-    activations = _bytes_per_token(config, policy, "bfloat16") / mesh.context * recipe.row_tokens
+    source, mesh, policy = ModelSource(recipe.shape, Path(), config_of(recipe.shape)), recipe.mesh, recipe.config.policy
+    model = empty_model(source)
+    size = size_of(model)
+    need = estimate_memory(source, policy, torch.device("cuda"), lora=None, precision="bfloat16", mesh=mesh)
     sent = traffic(
-        layers,
+        layers_of(model),
         mesh,
         row_tokens=recipe.row_tokens,
         recomputes=policy.activation_checkpointing != "none",
     )
     if mesh.num_ranks == 1:
-        sent = Traffic(0, 0, 0)
-    crosses = mesh.weight_shards > GPUS_PER_MACHINE
-    seconds = sent.total / NETWORK["between" if crosses else "inside"]
+        sent = Traffic()
+    seconds = exchange_seconds(sent, mesh, recipe.gpus, GpuOptions().links(card, recipe.gpus))
     # A row holds as many pairs as fit; a rank computes its share of the row.
     pairs = recipe.row_tokens * PAIR.fill / PAIR.tokens
     computed = (
@@ -98,25 +105,13 @@ def estimate(recipe: Recipe, card: Card) -> Estimate:
     )
     share = efficiency(computed, seconds, OVERLAPPED)
     return Estimate(
-        memory=fixed + activations + LOGITS_BYTES,
+        memory=need.fixed + need.temporary(recipe.row_tokens),
         traffic=sent,
+        exchange_seconds=seconds,
         compute_seconds=computed,
         efficiency=share,
         pairs_per_second=pairs / computed * share * mesh.data_parallel,
     )
-
-
-def sizes_of(config: Any) -> tuple[ModelSize, Layers]:
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    size = size_of(model)
-    in_layers = sum(p.numel() for p in model.model.layers.parameters())
-    num = config.num_hidden_layers
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = (config.num_attention_heads, config.num_key_value_heads, head_dim)
-    return size, Layers(num, in_layers // num, size.num_weights - in_layers, *heads)
 
 
 def as_row(recipe: Recipe, found: Estimate) -> str:

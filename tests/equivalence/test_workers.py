@@ -223,3 +223,30 @@ def test_a_run_resumes_with_another_number_of_ranks(together, folder, cases):
     whole = run_dir(folder, name, count)
     assert metrics_of(same) == metrics_of(whole)
     assert largest_difference(weights_of(same), weights_of(whole)) == 0.0
+
+
+@pytest.mark.slow
+def test_a_run_resumes_with_another_mesh(folder):
+    """Replicas hold all weights, ranks that divide rows half of them each: a checkpoint of one is read by the other."""
+    settings = [
+        *COMMON,
+        "policy.packing.pack_length=512",
+        few_pairs(folder),
+        "dpo.val_period=0",
+        "dpo.val_at_end=false",
+    ]
+    alone = short_run(folder / "mesh-alone", *settings)
+    replicas, context = "policy.parallel.replicate=2", "policy.parallel.context=2"
+    whole = {replicas: folder / "mesh-of-replicas", context: folder / "mesh-of-context"}
+    run_together(2, [[*settings, mesh, f"run.dir={run}"] for mesh, run in whole.items()], folder)
+    resumed = {(replicas, context): folder / "to-context", (context, replicas): folder / "to-replicas"}
+    for (saved, _), run in resumed.items():
+        shutil.copytree(whole[saved], run, symlinks=True)
+        shutil.rmtree(run / "model")
+        shutil.rmtree(run / f"checkpoints/step_{STEPS}")
+    said = run_together(2, [[*settings, mesh, f"run.dir={run}"] for (_, mesh), run in resumed.items()], folder)
+    for words, run in zip(("2 shards, context 2", "2 replicas of 1 shards"), resumed.values(), strict=True):
+        assert f"Resuming from {run}/checkpoints/step_2" in said[0]
+        assert f"Ranks: 2 ({words})" in said[0]
+    for run in (*whole.values(), *resumed.values()):
+        assert_alike(run, alone)

@@ -20,8 +20,8 @@ BAND = 0.2
 
 @pytest.mark.parametrize(
     "settings",
-    [[], ["policy.activation_checkpointing=full"], ["policy.lora.enabled=true"]],
-    ids=["all", "full", "lora"],
+    [[], ["policy.activation_checkpointing=full"], ["policy.lora.enabled=true"], ["policy.optimizer.offload=true"]],
+    ids=["all", "full", "lora", "offload"],
 )
 def test_the_expected_memory_is_near_the_peak_of_a_run(settings, tmp_path):
     folder = model_folder("qwen2.5-0.5b", tmp_path / "model")
@@ -40,6 +40,7 @@ def test_the_expected_memory_is_near_the_peak_of_a_run(settings, tmp_path):
         "dpo.val_at_start=false",
         "dpo.val_at_end=false",
         "checkpointing.enabled=false",
+        "cluster.gpus_per_node=1",
         f"run.dir={tmp_path}/run",
         *settings,
     ]

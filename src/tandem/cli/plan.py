@@ -2,15 +2,12 @@
 
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from tandem.cli.app import LOADING_MESSAGE, AllowCode, AllowEnv, ConfigFile, FromFormat, Overrides, app
 from tandem.planning.cards import card_names
-
-if TYPE_CHECKING:
-    from tandem.config.schema import Config
 
 
 @app.command("plan")
@@ -23,8 +20,22 @@ def plan_run(
     gpu: Annotated[
         str | None, typer.Option(metavar="NAME", help=f"Plan for this card instead of this machine: {card_names()}.")
     ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Plan for so many GPUs in each machine. Default: cluster.gpus_per_node."),
+    ] = None,
+    machines: Annotated[
+        int | None, typer.Option(metavar="N", help="Plan for so many machines. Default: cluster.num_nodes.")
+    ] = None,
+    link: Annotated[
+        float | None,
+        typer.Option(metavar="GB/S", help="Bandwidth of a GPU to the others of its machine, each way."),
+    ] = None,
+    network: Annotated[
+        float | None, typer.Option(metavar="GB/S", help="Bandwidth of a machine to the others, each way.")
+    ] = None,
     price_per_hour: Annotated[
-        float | None, typer.Option(metavar="X", help="Price of the machine per hour, to estimate the cost of the run.")
+        float | None, typer.Option(metavar="X", help="Price of a GPU per hour, to estimate the cost of the run.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the estimate as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the estimate, warnings and errors.")] = False,
@@ -36,12 +47,17 @@ def plan_run(
     from tandem.config.load import load_config, require_training_set
     from tandem.paths import check_paths
     from tandem.planning.cards import check_price, find_card
+    from tandem.planning.gpus import GpuOptions, planned_mesh
 
     if gpu is not None:
         find_card(gpu)
     check_price(price_per_hour)
+    options = GpuOptions(gpus, machines, link=link, network=network)
+    options.check()
     loaded = load_config(config, overrides or [], allow_env or (), allow_code=allow_code, from_format=from_format)
     require_training_set(loaded.config)
+    if gpu is not None:  # otherwise torch counts the GPUs of this machine
+        planned_mesh(loaded.config, options.count(loaded, None))
     check_paths(loaded.config)
     if not quiet:
         print(LOADING_MESSAGE, flush=True, file=sys.stderr)
@@ -52,25 +68,8 @@ def plan_run(
 
     # Everything but the result goes to standard error.
     reporter = Reporter("quiet" if quiet else "normal", as_json=True)
-    for key, value in _several_gpus(loaded.config):
-        reporter.warn(
-            f"the estimate is for one GPU: {key} = {value} does not change it. docs/scaling.md has estimates for several GPUs."
-        )
-    found = plan(loaded, gpu=gpu, price_per_hour=price_per_hour, bar=reporter.progress)
+    found = plan(loaded, gpu=gpu, options=options, price_per_hour=price_per_hour, bar=reporter.progress)
     if as_json:
         print(json.dumps(found.as_dict()))
     else:
         show(found, Reporter("normal"))
-
-
-def _several_gpus(config: "Config") -> list[tuple[str, int]]:
-    """Return the keys that ask for several GPUs or divide the work among them, with their values."""
-    cluster, parallel = config.cluster, config.policy.parallel
-    asked = {
-        "cluster.num_nodes": cluster.num_nodes,
-        "cluster.gpus_per_node": cluster.gpus_per_node,
-        "policy.parallel.replicate": parallel.replicate,
-        "policy.parallel.shard": parallel.shard,
-        "policy.parallel.context": parallel.context,
-    }
-    return [(key, value) for key, value in asked.items() if value != "all" and value > 1]

@@ -117,8 +117,7 @@ def num_local_ranks(loaded: LoadedConfig) -> int:
     fewer GPUs than asked for.
     """
     wanted, found = loaded.config.cluster.gpus_per_node, _num_gpus()
-    is_theirs = loaded.translation is not None and origin_of(GPUS_KEY, loaded.origins) not in GIVEN_BY_USER
-    if wanted == "all" or (found == 0 and is_theirs):
+    if wanted == "all" or (found == 0 and is_number_of_another_trainer(loaded)):
         return max(1, found)
     if 0 < found < wanted and os.environ.get(SHARE_GPU) != "1":
         raise MachineError(
@@ -126,6 +125,11 @@ def num_local_ranks(loaded: LoadedConfig) -> int:
             f"cluster.gpus_per_node={found} or all."
         )
     return wanted
+
+
+def is_number_of_another_trainer(loaded: LoadedConfig) -> bool:
+    """Whether cluster.gpus_per_node is the number in another trainer's file."""
+    return loaded.translation is not None and origin_of(GPUS_KEY, loaded.origins) not in GIVEN_BY_USER
 
 
 def num_ray_ranks(cluster: Cluster, nodes: Sequence[Mapping[str, float]]) -> tuple[int, bool]:

@@ -62,23 +62,27 @@ class Packer:
         Every rank has the same number of micro-batches.
         `bounds`: where packs begin and end in `preferences`; None: the preferences are not packed yet.
         """
-        for length, packs in self._packs_together(preferences, bounds):
-            yield join([self.row(chosen, length) for chosen in packs])
+        for rounds in self.together(self.rounds(preferences, bounds)):
+            packs = [round.packs[self.share.rank].tolist() for round in rounds]
+            yield join([self.row(chosen, rounds[0].length) for chosen in packs])
 
     def shapes(self, preferences: IntArray, bounds: IntArray | None = None) -> set[tuple[int, int]]:
-        """Return the shapes, (rows, tokens per row), of the micro-batches of a batch of preferences."""
-        batches = self._packs_together(preferences, bounds)
-        return {(sum(self.num_rows(np.array(one, np.int64)) for one in packs), length) for length, packs in batches}
+        """Return the shapes, (rows, tokens per row), of the micro-batches of a batch of preferences, for all ranks."""
+        return {
+            (sum(self.num_rows(round.packs[rank]) for round in rounds), rounds[0].length)
+            for rounds in self.together(self.rounds(preferences, bounds))
+            for rank in range(self.share.num_ranks)
+        }
 
-    def _packs_together(self, preferences: IntArray, bounds: IntArray | None) -> Iterator[tuple[int, list[list[int]]]]:
-        """Yield the row length and the packs of each micro-batch. A pack is a list of preferences."""
-        together = self.packs_per_micro_batch
-        for length, same in groupby(self.rounds(preferences, bounds), key=lambda round: round.length):
-            waiting = [round.packs[self.share.rank].tolist() for round in same]
+    def together(self, rounds: list[Round]) -> Iterator[list[Round]]:
+        """Yield the rounds that form a micro-batch: consecutive ones with the same row length."""
+        most = self.packs_per_micro_batch
+        for _, same in groupby(rounds, key=lambda round: round.length):
+            waiting = list(same)
             while waiting:
                 # The remaining packs are taken in powers of two, because each number of rows is compiled.
-                size = together if len(waiting) >= together else 2 ** (len(waiting).bit_length() - 1)
-                yield length, waiting[:size]
+                size = most if len(waiting) >= most else 2 ** (len(waiting).bit_length() - 1)
+                yield waiting[:size]
                 waiting = waiting[size:]
 
     def rounds(self, preferences: IntArray, bounds: IntArray | None = None) -> list[Round]:

@@ -41,6 +41,11 @@ TABLE: dict[str, tuple[float, float, tuple[str, ...]]] = {
     "b200-180gb": (178.3, 2250, ("B200",)),
 }
 MEASURED = ("h200-141gb",)
+# GB/s each way between the GPUs of a machine, by data sheet: of NVLink, otherwise of PCI Express with 16 lanes. Bridges that
+# connect pairs of cards are not counted.
+NVLINK = {"a100-40gb": 300.0, "a100-80gb": 300.0, "h100-80gb": 450.0, "h200-141gb": 450.0, "b200-180gb": 900.0}
+PCIE_5, PCIE_4 = 64.0, 32.0
+WITH_PCIE_5 = ("rtx-5090-32gb", "h100-pcie-80gb", "h100-80gb", "h100-nvl-94gb", "h200-141gb", "b200-180gb")
 
 
 def card_names() -> str:
@@ -63,11 +68,27 @@ def card_of_device(reported: str, memory_bytes: int) -> Card:
 
     The speed of an unknown card is unknown.
     """
+    name = _name_of(reported)
+    return Card(reported, memory_bytes, TABLE[name][1] if name else None, is_measured=name in MEASURED)
+
+
+def data_sheet_link(card: Card | None) -> tuple[float, bool]:
+    """Return the GB/s, each way, between the GPUs of a machine by the data sheet, and whether they have NVLink."""
+    name = None if card is None else _name_of(card.name)
+    return (NVLINK[name], True) if name in NVLINK else (data_sheet_pcie(card), False)
+
+
+def data_sheet_pcie(card: Card | None) -> float:
+    """Return the GB/s, each way, between a GPU and its host by the data sheet."""
+    return PCIE_5 if card is not None and _name_of(card.name) in WITH_PCIE_5 else PCIE_4
+
+
+def _name_of(reported: str) -> str | None:
+    """Return the name of a card in the table. `reported`: this name, or what the driver reports."""
+    if reported in TABLE:
+        return reported
     words = reported.replace("-", " ").split()
-    for name, (_, tflops, wanted) in TABLE.items():
-        if all(word in words for word in wanted):
-            return Card(reported, memory_bytes, tflops, is_measured=name in MEASURED)
-    return Card(reported, memory_bytes, None)
+    return next((name for name, (*_, wanted) in TABLE.items() if all(word in words for word in wanted)), None)
 
 
 def larger_cards(memory_bytes: int) -> list[Card]:

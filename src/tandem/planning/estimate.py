@@ -1,28 +1,35 @@
 """Estimates the memory and time of a configuration on a device, before any weights load."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from tandem.config.losses import needs_reference
 from tandem.config.schema import Config
+from tandem.model.distributed.layer_sizes import Layers
 from tandem.model.load import empty_model
 from tandem.packing.batches import GlobalBatch
 from tandem.packing.distribution import row_cost
-from tandem.packing.packer import BLOCK, Packer
+from tandem.packing.packer import BLOCK, Packer, RankShare
 from tandem.packing.savings import num_positions, num_tokens
-from tandem.planning.cards import Card, card_of_device, find_card
-from tandem.planning.records import MemoryNeed, Rows, TimeNeed
+from tandem.planning.cards import Card, card_of_device, data_sheet_pcie, find_card
+from tandem.planning.gpus import GB, NO_OPTIONS, ONE_GPU, REACHED_SHARE, GpuCount, GpuOptions, planned_mesh
+from tandem.planning.records import MemoryNeed, Rows, SeveralGpus, TimeNeed
+from tandem.planning.several import ALONE, Pace, combined, distribute, sent_per_step
 from tandem.planning.speed import (
     FORWARD_SPEED,
     ModelSize,
+    Range,
     Work,
     size_of,
     start_range,
     time_range,
     training_seconds,
 )
+from tandem.training.host_memory import HostNeed, host_need
 from tandem.training.memory import USABLE_SHARE, MemoryEstimate, device_memory, longest_micro_batch
 from tandem.training.start.machine import Machine, check_machine, this_device
 from tandem.training.start.plan import Plan, plan_steps
@@ -40,6 +47,8 @@ class Target:
     memory: int  # in bytes
     card: Card | None  # None: a CPU
     is_here: bool  # whether it is in this machine
+    gpus: GpuCount = ONE_GPU  # how many of them
+    options: GpuOptions = NO_OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,8 @@ class Outline:
     memory: MemoryNeed
     time: TimeNeed | None
     no_time: str
+    host: HostNeed
+    several: SeveralGpus | None
 
 
 def find_target(gpu: str | None) -> Target:
@@ -68,14 +79,16 @@ def find_target(gpu: str | None) -> Target:
     return Target(device, memory, card_of_device(torch.cuda.get_device_name(device), memory), is_here=True)
 
 
-def outline(inputs: Inputs, target: Target, size: ModelSize) -> Outline:
-    """Estimate one configuration on one device."""
+def outline(inputs: Inputs, target: Target, size: ModelSize, layers: Layers) -> Outline:
+    """Estimate one configuration on one device, or on several of them. `size`, `layers`: of the model."""
     machine = _machine(inputs, target)
-    planned, need = plan_rows(inputs, machine, memory=target.memory)
+    mesh, is_several = machine.mesh, machine.mesh.num_ranks > 1
+    planned, need = plan_rows(inputs, machine, RankShare(0, mesh.data_parallel), memory=target.memory)
     batches = planned.batches.epoch(0)[: planned.num_steps]
     sampled = batches[:: -(-len(batches) // SAMPLED_BATCHES)]
     length, together = max(longest_micro_batch(planned.train, batch) for batch in sampled)
-    fill = _fill(planned.train, sampled)
+    shared = distribute(planned.train, sampled) if is_several else None
+    fill = shared.fill if shared else _fill(planned.train, sampled)
     pairs = sum(batch.num_pairs for batch in batches)
     members = np.concatenate([batch.preferences for batch in batches])
     work = _work(planned.train, members, size, fill) * (planned.num_pairs / pairs)
@@ -90,17 +103,35 @@ def outline(inputs: Inputs, target: Target, size: ModelSize) -> Outline:
         fill=fill,
     )
     no_time = _why_no_time(machine, target)
-    time = None if no_time else _time_need(inputs, planned, work, size, target, row_tokens=length * together)
-    return Outline(planned, machine, need, rows, work, memory, time, no_time)
+    several, pace = None, ALONE
+
+    def seconds(some: Work) -> float:  # on one GPU
+        assert target.card is not None
+        tokens = length * together // mesh.context
+        return training_seconds(size, some, tokens, inputs.config, target.card) if some.tokens else 0.0
+
+    if shared:
+        links = target.options.links(target.card, target.gpus)
+        sent = sent_per_step(inputs.config, machine, layers, shared)
+        step = None if no_time else seconds(work) / planned.num_steps
+        several, pace = combined(sent, shared, machine, gpus=target.gpus, links=links, one_gpu_seconds=step)
+    copied = need.parts.all_states if inputs.config.policy.optimizer.offload else 0.0
+    # States arrive and leave at the same time.
+    copying = copied / (GB * REACHED_SHARE * data_sheet_pcie(target.card))
+    given: dict[str, Any] = {"seconds": seconds, "pace": pace, "copying": copying}
+    time = None if no_time else _time_need(inputs, planned, work, size, target, **given)
+    host = host_need(need, inputs.config, lora=machine.lora, mesh=mesh, ranks_here=machine.ranks_here)
+    return Outline(planned, machine, need, rows, work, memory, time, no_time, host, several)
 
 
 def _machine(inputs: Inputs, target: Target) -> Machine:
     """Choose precision and adapters for the device. On another machine, packages may be installed that are missing here."""
     config, lora = inputs.config, inputs.config.policy.lora
+    given: dict[str, Any] = {"mesh": planned_mesh(config, target.gpus), "ranks_here": target.gpus.per_machine}
     if target.is_here or lora.quantization is None:
-        return check_machine(config, inputs.source, target.device)
+        return check_machine(config, inputs.source, target.device, **given)
     policy = config.policy.model_copy(update={"lora": lora.model_copy(update={"quantization": None})})
-    machine = check_machine(config.model_copy(update={"policy": policy}), inputs.source, target.device)
+    machine = check_machine(config.model_copy(update={"policy": policy}), inputs.source, target.device, **given)
     assert machine.lora is not None
     return replace(machine, lora=replace(machine.lora, quantization=lora.quantization))
 
@@ -118,9 +149,10 @@ def _memory_need(inputs: Inputs, target: Target, machine: Machine, need: MemoryE
         gradients=need.parts.gradients,
         optimizer_states=need.parts.states,
         bfloat16_copy=need.parts.copy,
-        reference=num_frozen * itemsize,
-        activations=need.temporary(tokens) - need.head,
+        reference=num_frozen * itemsize / machine.mesh.weight_shards,
+        activations=need.temporary(tokens) - need.head - need.gathered,
         head=need.head,
+        gathered=need.gathered,
         available=target.memory,
         usable=USABLE_SHARE * target.memory,
     )
@@ -161,14 +193,28 @@ def _why_no_time(machine: Machine, target: Target) -> str:
     return ""
 
 
-def _time_need(inputs: Inputs, planned: Plan, work: Work, size: ModelSize, target: Target, row_tokens: int) -> TimeNeed:
+def _time_need(
+    inputs: Inputs,
+    planned: Plan,
+    work: Work,
+    size: ModelSize,
+    target: Target,
+    *,
+    seconds: Callable[[Work], float],
+    pace: Pace,
+    copying: float,
+) -> TimeNeed:
+    """`seconds`: of training on some work, on one GPU. `copying`: seconds of a step for copies of optimizer states."""
     config, card = inputs.config, target.card
     assert card is not None
 
-    def seconds(some: Work) -> float:
-        return training_seconds(size, some, row_tokens, config, card) if some.tokens else 0.0
+    def forward(some: Work) -> float:
+        return seconds(some) / FORWARD_SPEED * pace.forward
 
-    trained = seconds(work)
+    def about(number: float) -> Range:
+        return time_range(number, size, card, is_several=target.gpus.total > 1)
+
+    trained = seconds(work) * pace.training + planned.num_steps * copying
     nothing = Work(tokens=0, scored=0)
     sets = [(packer, _validation_pairs(packer, config)) for packer in planned.validation.values()]
     complete = [_work(packer, np.arange(len(packer.store)), size, work.fill) for packer, _ in sets]
@@ -176,14 +222,15 @@ def _time_need(inputs: Inputs, planned: Plan, work: Work, size: ModelSize, targe
     compared, mode = needs_reference(config.dpo.preference_loss), config.reference.mode
     reference = sum(complete, _work(planned.train, np.arange(len(planned.train.store)), size, work.fill))
     if compared and mode == "live":  # every pass also computes the reference
-        trained += seconds(work) / FORWARD_SPEED
+        trained += forward(work)
     passes = num_validations(config, planned.num_steps, planned.val_period) * (2 if compared and mode == "live" else 1)
     return TimeNeed(
         start=start_range(size),
-        reference=time_range(seconds(reference) / FORWARD_SPEED if compared and mode == "cached" else 0.0, size, card),
-        training=time_range(trained, size, card),
-        validation=time_range(seconds(sum(measured, nothing)) / FORWARD_SPEED * passes, size, card),
+        reference=about(forward(reference) if compared and mode == "cached" else 0.0),
+        training=about(trained),
+        validation=about(forward(sum(measured, nothing)) * passes),
         pairs_per_second=planned.num_pairs / trained,
+        copying=copying,
     )
 
 

@@ -3,8 +3,12 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from tandem.model.distributed.mesh import MeshShape
 from tandem.planning.cards import Card
+from tandem.planning.gpus import GpuCount, Links
 from tandem.planning.speed import Range
+from tandem.planning.traffic import Traffic
+from tandem.training.host_memory import HostNeed
 
 HOUR = 3600
 Verdict = Literal["fits", "tight", "does not fit"]
@@ -12,7 +16,7 @@ Verdict = Literal["fits", "tight", "does not fit"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """The expected peak of GPU memory (or of the machine's memory without a GPU), in bytes."""
+    """The expected peak of the memory of each GPU (or of the machine's memory without a GPU), in bytes."""
 
     weights: float
     gradients: float
@@ -23,17 +27,32 @@ class MemoryNeed:
     head: float  # a chunk of logits and other temporary tensors
     available: int
     usable: float  # what the estimate may use; the rest is for memory that it does not include
+    gathered: float = 0  # of several ranks: weights that are gathered, and gradients before they are divided
 
     @property
     def total(self) -> float:
         fixed = self.weights + self.gradients + self.optimizer_states + self.bfloat16_copy + self.reference
-        return fixed + self.activations + self.head
+        return fixed + self.activations + self.head + self.gathered
 
     @property
     def verdict(self) -> Verdict:
         if self.total <= self.usable:
             return "fits"
         return "tight" if self.total <= self.available else "does not fit"
+
+
+@dataclass(frozen=True, slots=True)
+class SeveralGpus:
+    """What the ranks of a run on several GPUs exchange, and how that is expected to slow them down."""
+
+    gpus: GpuCount
+    mesh: MeshShape
+    links: Links
+    sent: Traffic  # by a rank in a training step
+    exchange_seconds: float  # of a training step
+    compute_seconds: float | None  # of a training step, with the waiting; None: not estimated
+    efficiency: float | None  # computation as a share of the time of a step
+    waiting: float  # share of the computation in which a rank waits for the one whose packs have the most attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +75,18 @@ class TimeNeed:
     training: Range
     validation: Range
     pairs_per_second: float  # in training, without validation
+    copying: float = 0.0  # seconds of a step in which optimizer states are copied from host memory and back
 
     @property
     def total(self) -> Range:
         return self.start + self.reference + self.training + self.validation
 
-    def cost(self, price_per_hour: float | None) -> Range | None:
-        """The cost of the run, in the currency of the price; None without a price."""
+    def cost(self, price_per_hour: float | None, num_gpus: int = 1) -> Range | None:
+        """The cost of the run, in the currency of the price of a GPU; None without a price."""
         if price_per_hour is None:
             return None
-        return Range(self.total.low / HOUR * price_per_hour, self.total.high / HOUR * price_per_hour)
+        price = num_gpus * price_per_hour
+        return Range(self.total.low / HOUR * price, self.total.high / HOUR * price)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +130,12 @@ class RunEstimate:
     memory: MemoryNeed
     time: TimeNeed | None
     no_time: str  # why there is no time; empty if there is
-    price_per_hour: float | None
+    price_per_hour: float | None  # of a GPU
     cost: Range | None  # in the currency of the price
     disk: DiskNeed
     suggestions: tuple[Suggestion, ...]
+    host: HostNeed | None = None  # the memory of each machine for optimizer states; None: they are on the GPU
+    several: SeveralGpus | None = None  # None: one GPU
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything, with totals, as JSON can hold it."""

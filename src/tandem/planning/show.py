@@ -1,7 +1,9 @@
 """Prints a RunEstimate."""
 
+from tandem.planning.gpus import GB
 from tandem.planning.records import MemoryNeed, RunEstimate, TimeNeed
 from tandem.planning.speed import Range
+from tandem.planning.traffic import OVERLAPPED
 from tandem.report.reporter import Reporter
 from tandem.storage.cache import GIB
 
@@ -16,14 +18,16 @@ MINUTE, HOUR, DAY = 60, 3600, 86400
 def show(found: RunEstimate, reporter: Reporter) -> None:
     """Print an estimate, and what to change if the run does not fit."""
     fits = found.memory.verdict != "does not fit"
-    rows = [*_what(found), *_memory(found), *(_time(found) if fits else []), *_disk(found)]
+    times = [*_exchange(found), *_time(found)] if fits else []
+    rows = [*_what(found), *_memory(found), *times, *_disk(found)]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         reporter.say(f"{name:<{width}}  {value}", hang=width + 2)
     if found.memory.verdict == "fits":
         return
     if not found.suggestions:
-        reporter.say("\nNo setting and no known card was found with which the run fits.")
+        more = "" if found.several is None else ", and no number of GPUs,"
+        reporter.say(f"\nNo setting and no known card{more} was found with which the run fits.")
         return
     reporter.say("\nWith each of these changes it fits:")
     for one in found.suggestions:
@@ -36,10 +40,16 @@ def show(found: RunEstimate, reporter: Reporter) -> None:
 def _what(found: RunEstimate) -> list[tuple[str, str]]:
     trained = "all trained" if found.num_trained == found.num_weights else f"{_count(found.num_trained)} trained"
     where = "the CPU of this machine" if found.card is None else found.card.name
-    computed = "" if found.card is None or found.card.is_measured else " (computed, not measured)"
+    several = found.several
+    is_measured = found.card is None or (found.card.is_measured and several is None)
+    computed = "" if is_measured else " (computed, not measured)"
+    planned = (
+        f"{where}, {gib(found.memory.available)} GiB{computed}" if several is None else _ranks(found, where, computed)
+    )
     return [
         ("model", f"{found.model}: {_count(found.num_weights)} weights, {trained}"),
-        ("planned for", f"{where}, {gib(found.memory.available)} GiB{computed}"),
+        ("planned for", planned),
+        *([] if several is None else [("mesh", f"{several.mesh.num_ranks} ranks: {several.mesh}")]),
         (
             "steps",
             f"{found.num_steps:,}, with {found.num_pairs:,} pairs and {_count(found.num_tokens)} tokens (all tokenised)",
@@ -48,12 +58,26 @@ def _what(found: RunEstimate) -> list[tuple[str, str]]:
     ]
 
 
+def _ranks(found: RunEstimate, where: str, computed: str) -> str:
+    """Return "2 machines with 8 x h100-80gb each, 79.1 GiB per GPU (computed, not measured)"."""
+    assert found.several is not None
+    gpus, what = found.several.gpus, "rank" if found.card is None else "GPU"
+    name = where if found.card is not None else f"ranks on {where}"
+    machines = f"{gpus.machines} machines with " if gpus.machines > 1 else ""
+    each = " each" if gpus.machines > 1 else ""
+    return f"{machines}{gpus.per_machine} x {name}{each}, {gib(found.memory.available)} GiB per {what}{computed}"
+
+
 def _memory(found: RunEstimate) -> list[tuple[str, str]]:
     need, rows = found.memory, found.rows
     longest = "none" if rows.longest_that_fits is None else f"{rows.longest_that_fits:,} tokens"
+    each = "" if found.several is None else " per GPU" if found.card is not None else " per rank"
+    copied = "" if found.time is None else f"; {found.time.copying:.2g} s of copies per step (computed)"
+    host = [] if found.host is None else [("host memory", f"{found.host} per machine for optimizer states{copied}")]
     return [
-        ("memory", f"{gib(need.total)} of {gib(need.available)} GiB: {VERDICTS[need.verdict]}"),
+        ("memory", f"{gib(need.total)} of {gib(need.available)} GiB{each}: {VERDICTS[need.verdict]}"),
         ("", _parts(need, rows.length, rows.together)),
+        *host,
         ("longest row", f"{longest} with these settings"),
     ]
 
@@ -68,6 +92,7 @@ def _parts(need: MemoryNeed, length: int, together: int) -> str:
         "reference": need.reference,
         f"activations in {several}rows of {length:,} tokens": need.activations,
         "logits": need.head,
+        "gathered weights": need.gathered,
     }
     return ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
 
@@ -78,8 +103,43 @@ def _time(found: RunEstimate) -> list[tuple[str, str]]:
     time = found.time
     rows = [("time", f"{duration(time.total)}: {_time_parts(time)}")]
     rows.append(("speed", f"about {time.pairs_per_second:,.3g} pairs per second in training"))
+    several = found.several
+    if several is not None and several.efficiency is not None:
+        share = several.efficiency * (1 - several.waiting)
+        rows[-1] = ("speed", f"{rows[-1][1]}, {share:.0%} of {several.gpus.total} single GPUs (computed)")
     if found.cost is not None:
-        rows.append(("cost", f"{_money(found.cost)}, at {found.price_per_hour:g} per hour"))
+        price = f"{found.price_per_hour:g} per hour"
+        each = "" if several is None else f" for each of {several.gpus.total} GPUs"
+        rows.append(("cost", f"{_money(found.cost)}, at {price}{each}"))
+    return rows
+
+
+def _exchange(found: RunEstimate) -> list[tuple[str, str]]:
+    """What the ranks of several GPUs exchange and wait for. The assumptions are part of it."""
+    several = found.several
+    if several is None:
+        return []
+    sent = several.sent
+    collectives = {
+        "all-gather of weights": sent.gathered,
+        "reduce-scatter of gradients": sent.scattered,
+        "all-reduce between replicas": sent.replicated,
+        "all-to-all of attention": sent.exchanged,
+    }
+    each = ", ".join(f"{name} {size / GB:,.3g} GB" for name, size in collectives.items() if size)
+    rows = [("exchange", f"{each}, per step and rank (computed)")]
+    if several.compute_seconds is not None:
+        links = f"{several.links.inside / GB:,.4g} GB/s per GPU inside a machine"
+        links += (
+            f", {several.links.between / GB:,.4g} GB/s per machine between machines"
+            if several.gpus.machines > 1
+            else ""
+        )
+        step = f"{several.exchange_seconds:.2g} s per step, with {several.compute_seconds:.2g} s of computation"
+        rows.append(("", f"{step}; assumed: {links}, and {OVERLAPPED:.0%} of the exchange overlaps with computation"))
+    rows.append(
+        ("waiting", f"{several.waiting:.1%} of the computation, for the rank whose packs have the most attention")
+    )
     return rows
 
 

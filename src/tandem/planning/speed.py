@@ -111,8 +111,10 @@ def training_seconds(size: ModelSize, work: Work, row_tokens: int, config: Confi
     return computed / (share * speed * card.tflops * 1e12)
 
 
-def time_range(seconds: float, size: ModelSize, card: Card) -> Range:
-    low, high = MEASURED_RANGE if card.is_measured and size.num_weights >= SMALLEST_MEASURED else COMPUTED_RANGE
+def time_range(seconds: float, size: ModelSize, card: Card, *, is_several: bool = False) -> Range:
+    """Return the range of a time. `is_several`: on several GPUs, which were not measured."""
+    is_measured = card.is_measured and size.num_weights >= SMALLEST_MEASURED and not is_several
+    low, high = MEASURED_RANGE if is_measured else COMPUTED_RANGE
     return Range(seconds * low, seconds * high)
 
 

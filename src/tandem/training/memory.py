@@ -12,6 +12,7 @@ from torch import nn
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.errors import MachineError, OutOfMemoryError
 from tandem.model.architecture import architecture_of, feed_forward_width
+from tandem.model.distributed.layer_sizes import layers_of
 from tandem.model.distributed.mesh import SINGLE_RANK_MESH, MeshShape
 from tandem.model.distributed.shards import local_shard
 from tandem.model.files.source import ModelSource
@@ -78,6 +79,7 @@ class MemoryEstimate:
     per_token: float
     head: float = LOGITS_BYTES
     context: int = 1  # the ranks that divide every row among them
+    gathered: float = 0  # of several ranks: weights that are gathered, and gradients before they are divided
 
     @property
     def fixed(self) -> float:
@@ -85,8 +87,8 @@ class MemoryEstimate:
         return self.parts.total
 
     def temporary(self, tokens: int) -> float:
-        """Return the bytes of activations and logits of a micro-batch with this many tokens."""
-        return self.head + tokens * self.per_token
+        """Return the bytes of activations, logits and gathered weights of a micro-batch with this many tokens."""
+        return self.head + self.gathered + tokens * self.per_token
 
 
 def estimate_memory(
@@ -98,14 +100,21 @@ def estimate_memory(
     precision: str,
     mesh: MeshShape = SINGLE_RANK_MESH,
 ) -> MemoryEstimate:
-    num = sum(parameter.numel() for parameter in empty_model(source).parameters())
+    model = empty_model(source)
+    num = sum(parameter.numel() for parameter in model.parameters())
     per_token = _bytes_per_token(source.config.get_text_config(), policy, precision)
     if lora is not None:  # DoRA keeps the output of each layer, before its rows are scaled
         per_token += KEPT_SHARE[policy.activation_checkpointing] * lora.num_magnitudes * _itemsize(precision)
     per_token = (per_token + _recurrent_bytes_per_token(source.config, policy, precision, device)) / mesh.context
     head = LOGITS_BYTES if device.type == "cuda" else 0  # chunks of logits are small on a CPU
     parts = _fixed_memory(num, policy, lora, precision, mesh)
-    return MemoryEstimate(num_weights=num, parts=parts, per_token=per_token, head=head, context=mesh.context)
+    gathered = 0.0
+    if mesh.num_ranks > 1:
+        trained = num if lora is None else lora.num_trained
+        layers = layers_of(model) if lora is None or lora.quantization is None else layers_of(model).quantised()
+        itemsize, keeps = 2 if precision == "bfloat16" else 4, not policy.parallel.reshard_after_forward
+        gathered = layers.gathered_bytes(itemsize, keeps_gathered=keeps, num_trained=trained)
+    return MemoryEstimate(num, parts, per_token, head=head, context=mesh.context, gathered=gathered)
 
 
 def auto_row_length(
@@ -143,10 +152,11 @@ def refuse_certain_overflow(
     policy: PolicyConfig,
     device: torch.device,
     memory: int | None = None,
+    offload: str = "",
 ) -> None:
     """Raise OutOfMemoryError, before weights load, if the run certainly does not fit in memory.
 
-    For other runs, memory is measured after weights load (start/build.py).
+    For other runs, memory is measured after weights load (start/build.py). `offload`: as in `suggest_less_memory`.
     """
     available, whose = memory or device_memory(device), "the GPU" if device.type == "cuda" else "this machine"
     length, together = longest_micro_batch(packer, batch)
@@ -156,7 +166,7 @@ def refuse_certain_overflow(
             f"the run needs about {(need.fixed + temporary) / GIB:.0f} GiB and {whose} has {available / GIB:.0f}: weights, "
             f"gradients and optimizer states {need.fixed / GIB:.0f}, activations in rows of {length:,} tokens "
             f"{temporary / GIB:.0f}. "
-            f"{suggest_less_memory(length, policy, shorter_rows_help=need.fixed < USABLE_SHARE * available)}"
+            f"{suggest_less_memory(length, policy, need.fixed < USABLE_SHARE * available, offload)}"
         )
 
 
@@ -166,8 +176,11 @@ def longest_micro_batch(packer: Packer, batch: GlobalBatch) -> tuple[int, int]:
     return packer.longest_row(bins), min(packer.packs_per_micro_batch, -(-len(bins) // packer.share.num_ranks))
 
 
-def suggest_less_memory(length: int, policy: PolicyConfig, *, shorter_rows_help: bool) -> str:
-    """Suggest settings that need less memory and are not in use yet, the cheapest first. `length`: tokens in the longest row."""
+def suggest_less_memory(length: int, policy: PolicyConfig, shorter_rows_help: bool, offload: str = "") -> str:
+    """Suggest settings that need less memory and are not in use yet, the cheapest first. `length`: tokens in the longest row.
+
+    `offload`: how to move optimizer states to the host (`offload_advice`), if that helps and the host has the memory.
+    """
     rows = policy.packing.packs_per_micro_batch
     of_rows = [
         f"policy.packing.packs_per_micro_batch={rows // 2}" if rows > 1 else "",
@@ -179,6 +192,7 @@ def suggest_less_memory(length: int, policy: PolicyConfig, *, shorter_rows_help:
     ]
     of_weights = [
         "policy.optimizer.state_dtype=int8" if policy.optimizer.state_dtype != "int8" else "",
+        offload,
         "policy.weights=bfloat16_stochastic" if policy.weights == "float32" and not policy.lora.enabled else "",
         "policy.lora.enabled=true" if not policy.lora.enabled else "",
     ]
@@ -363,24 +377,24 @@ def forecast(policy: Policy, peak: int, length: int, *, state_bytes: float, offl
     )
 
 
-def refuse_forecast_overflow(expected: Forecast, device: torch.device, policy: PolicyConfig) -> None:
+def refuse_forecast_overflow(expected: Forecast, device: torch.device, policy: PolicyConfig, offload: str = "") -> None:
     """Raise OutOfMemoryError if the first step would run out of GPU memory."""
     available = torch.cuda.get_device_properties(device).total_memory
     if expected.total > available:
         raise OutOfMemoryError(
             f"the run needs {_gib(expected.total)} GiB and the GPU has {_gib(available)}: {expected}. "
-            f"{suggest_less_memory(expected.length, policy, shorter_rows_help=expected.fixed < USABLE_SHARE * available)}"
+            f"{suggest_less_memory(expected.length, policy, expected.fixed < USABLE_SHARE * available, offload)}"
         )
 
 
-def out_of_memory_error(error: Exception, length: int, policy: PolicyConfig) -> OutOfMemoryError | None:
+def out_of_memory_error(
+    error: Exception, length: int, policy: PolicyConfig, offload: str = ""
+) -> OutOfMemoryError | None:
     """Return an OutOfMemoryError with advice if `error` means that the device or the host ran out of memory; otherwise None."""
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if not known and "DefaultCPUAllocator: " not in str(error):  # "can't allocate", or "not enough memory"
         return None
-    return OutOfMemoryError(
-        f"{' '.join(str(error).split())} {suggest_less_memory(length, policy, shorter_rows_help=True)}"
-    )
+    return OutOfMemoryError(f"{' '.join(str(error).split())} {suggest_less_memory(length, policy, True, offload)}")
 
 
 def _gib(size: int) -> str:

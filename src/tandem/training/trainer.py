@@ -13,7 +13,7 @@ from tandem.data.preflight import preflights
 from tandem.data.store.sets import write_rejects
 from tandem.errors import AlreadyReportedError, AuditError, DefectError, NonFiniteError, StoppedError
 from tandem.exporting.cached import export_named_checkpoints
-from tandem.model.distributed.machines import join_machines
+from tandem.model.distributed.machines import join_machines, num_ranks_here
 from tandem.model.distributed.process_group import Ranks, compute_deterministically, join_process_group
 from tandem.packing.batches import GlobalBatch, load_ahead
 from tandem.packing.packer import RankShare
@@ -124,7 +124,8 @@ def _train(
                 _report_what_is_kept(kept, loaded.config.checkpointing, reporter)
                 raise
             except (RuntimeError, MemoryError) as error:
-                if reported := out_of_memory_error(error, setup.plan.train.length, loaded.config.policy):
+                length, policy = setup.plan.train.length, loaded.config.policy
+                if reported := out_of_memory_error(error, length, policy, setup.offload):
                     raise reported from None
                 raise
     reporter.result(run)
@@ -136,7 +137,8 @@ def _set_up_together(loaded: LoadedConfig, ranks: Ranks, reporter: Reporter) -> 
     share = RankShare(ranks.data_index, ranks.data_parallel)
     # Before set_up, which ranks run one after another, because rows must have the same length on every rank.
     memory = ranks.lowest(device_memory(ranks.device))
-    given = {"share": share, "memory": memory, "mesh": ranks.shape, "machines": join_machines(ranks)}
+    given: dict[str, Any] = {"share": share, "memory": memory, "mesh": ranks.shape, "machines": join_machines(ranks)}
+    given["ranks_here"] = num_ranks_here(ranks)
 
     def check_and_tokenize() -> Setup:
         with given["machines"].taking_part():

@@ -1,5 +1,7 @@
 """The shapes of micro-batches that are compiled before the first step."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -45,5 +47,7 @@ def test_every_micro_batch_of_a_run_has_a_shape_that_was_compiled(packing, num_r
         pack.token_ids.shape for preferences, bounds in batches for pack in packer.micro_batches(preferences, bounds)
     }
     assert met <= set(compiled)
+    of_another_rank = replace(packer, share=RankShare(0, num_ranks))
+    assert compiled == shapes_of(of_another_rank, looked_at)
     for shape in compiled:
         assert example(packer, shape).token_ids.shape == shape

@@ -1,5 +1,6 @@
 """Rows of an `auto` length: as long as fits the GPU, with the reason."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import torch
 from transformers import AutoConfig
 
 from tandem.config.load import load_config
+from tandem.config.sections.parallel import Parallel
 from tandem.config.sections.policy import Optimizer, Packing, Policy
 from tandem.data.store.sets import no_bar
 from tandem.errors import ConfigError, OutOfMemoryError
@@ -36,13 +38,17 @@ SHAPES = {
 FEW_BITS = {"weights": "bfloat16_stochastic", "optimizer": Optimizer(state_dtype="bfloat16")}
 
 
-def need_of(shape, policy, num_ranks=1, lora=None, device="cuda"):
+def source_of(shape):
     family, sizes, vocabulary, tied = SHAPES[shape]
     config = AutoConfig.for_model(
         family, **dict(zip(NAMES, sizes, strict=True)), vocab_size=vocabulary, tie_word_embeddings=tied
     )
+    return ModelSource(shape, Path(), config)
+
+
+def need_of(shape, policy, num_ranks=1, lora=None, device="cuda"):
     return estimate_memory(
-        ModelSource(shape, Path(), config),
+        source_of(shape),
         policy,
         torch.device(device),
         lora=lora,
@@ -215,6 +221,32 @@ def test_ranks_share_fixed_memory_but_not_temporary_memory(monkeypatch):
     policy, num = Policy(), need_of("8B", Policy()).num_weights
     assert need_of("8B", policy).fixed == 18 * num  # with the copy that is computed with
     assert need_of("8B", policy, num_ranks=2).fixed == 8 * num
+
+
+def test_ranks_need_memory_for_what_they_gather_whatever_the_length_of_rows():
+    one, two = (need_of("8B", Policy(), num_ranks) for num_ranks in (1, 2))
+    layer = (two.num_weights - 2 * 128_256 * 4096 - 4096) / 32
+    others = 2 * 128_256 * 4096 + 4096
+    # bfloat16: two layers, all else, and gradients of a layer and of all else; float32: the gradients of a layer.
+    assert two.gathered == pytest.approx(2 * (2 * layer + others) + 6 * layer + 2 * others)
+    assert (one.gathered, one.temporary(0)) == (0, 2 * GIB)
+    assert two.temporary(100) - 100 * two.per_token == pytest.approx(2 * GIB + two.gathered)
+
+
+@pytest.mark.parametrize("keeps_gathered", [False, True])
+def test_sharded_weights_need_the_memory_that_was_measured(keeps_gathered):
+    """On one rank that gathers from itself, which is a replica with all weights."""
+    results = Path(__file__).parents[3] / "benchmarks/results/sharded.jsonl"
+    lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    peaks = {one["peak_gib"] for one in lines if one["sharded"] and one["keep_gathered"] == keeps_gathered}
+    policy = Policy(parallel=Parallel(reshard_after_forward=not keeps_gathered))
+    source = source_of("1.5B")
+    need = estimate_memory(
+        source, policy, torch.device("cuda"), lora=None, precision="bfloat16", mesh=MeshShape(replicate=2)
+    )
+    for peak in peaks:
+        assert (need.fixed + need.temporary(16384)) / GIB == pytest.approx(peak, rel=0.02)
+    assert peaks
 
 
 @pytest.mark.parametrize(("quantization", "shared"), [(None, 2.0), ("nf4", 0.0)])

@@ -36,6 +36,14 @@ def join_machines(ranks: Ranks) -> Machines:
     return Machines(firsts.index(ranks.number), names, exchange)
 
 
+def num_ranks_here(ranks: Ranks) -> int:
+    """Return the number of ranks on this rank's machine. Every rank must call this."""
+    firsts = ranks.gather(ranks.is_first_here)
+    # Ranks of a machine follow each other: with first ranks 0 and 4 of 8, rank 5 is on the second machine.
+    machines = [sum(firsts[: number + 1]) for number in range(len(firsts))]
+    return machines.count(machines[ranks.number])
+
+
 def _refuse_different_caches(of_ranks: list[tuple[bool, str, str]]) -> None:
     first, of_first = 0, of_ranks[0][2]
     for number, (is_first_here, host, folder) in enumerate(of_ranks):

@@ -43,8 +43,11 @@ class MeshShape:
 SINGLE_RANK_MESH = MeshShape()
 
 
-def mesh_shape(parallel: Parallel, num_ranks: int) -> MeshShape:
-    """Return the sizes of the mesh for this many ranks. In the configuration, -1 stands for the ranks that are left."""
+def mesh_shape(parallel: Parallel, num_ranks: int, *, way_out: str = "start another number of ranks") -> MeshShape:
+    """Return the sizes of the mesh for this many ranks. In the configuration, -1 stands for the ranks that are left.
+
+    `way_out`: what to do instead of changing policy.parallel, in words.
+    """
     sizes = {"replicate": parallel.replicate, "shard": parallel.shard, "context": parallel.context}
     given = math.prod(size for size in sizes.values() if size != REST)
     rest, remainder = divmod(num_ranks, given)
@@ -53,6 +56,6 @@ def mesh_shape(parallel: Parallel, num_ranks: int) -> MeshShape:
         kind = "a multiple of " if REST in sizes.values() else ""
         raise ConfigError(
             f"policy.parallel: {product} needs {kind}{given} ranks, and this run has {num_ranks}. Change policy.parallel, or "
-            "start another number of ranks."
+            f"{way_out}."
         )
     return MeshShape(**{name: rest if size == REST else size for name, size in sizes.items()})

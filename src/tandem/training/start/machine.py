@@ -23,6 +23,7 @@ class Machine:
     lora: LoraPlan | None
     compiles: bool
     mesh: MeshShape = SINGLE_RANK_MESH  # of all ranks
+    ranks_here: int = 1  # ranks on this machine
 
 
 def this_device() -> torch.device:
@@ -31,7 +32,12 @@ def this_device() -> torch.device:
 
 
 def check_machine(
-    config: Config, source: ModelSource, device: torch.device, mesh: MeshShape = SINGLE_RANK_MESH
+    config: Config,
+    source: ModelSource,
+    device: torch.device,
+    mesh: MeshShape = SINGLE_RANK_MESH,
+    *,
+    ranks_here: int = 1,
 ) -> Machine:
     """Choose precision, adapters and compilation for this device.
 
@@ -47,7 +53,7 @@ def check_machine(
     _check_routers(config, source, mesh.context)
     lora = plan_lora(source, config.policy.lora, device, precision)
     compiles = _compiles(config, device, precision, source)
-    return Machine(device=device, precision=precision, lora=lora, compiles=compiles, mesh=mesh)
+    return Machine(device, precision=precision, lora=lora, compiles=compiles, mesh=mesh, ranks_here=ranks_here)
 
 
 def _check_context(source: ModelSource, size: int) -> None:

@@ -63,7 +63,7 @@ def _train(policy: Policy, pack: Pack, setup: Setup) -> None:
 
 
 def shapes_of(packer: Packer, batches: Sequence[tuple[IntArray, IntArray | None]]) -> list[tuple[int, int]]:
-    """Return the shapes, (rows, tokens per row), of the micro-batches of a set.
+    """Return the shapes, (rows, tokens per row), of the micro-batches of a set. Every rank returns the same.
 
     With several packs per micro-batch, shapes that the first 64 batches do not have are missing.
     """
@@ -106,5 +106,5 @@ def forecast_memory(setup: Setup, policy: Policy, reporter: Reporter) -> Forecas
     policy.zero_grad()
     torch.cuda.reset_peak_memory_stats()
     reporter.say(f"Memory: {expected}")
-    refuse_forecast_overflow(expected, setup.device, setup.config.policy)
+    refuse_forecast_overflow(expected, setup.device, setup.config.policy, setup.offload)
     return expected

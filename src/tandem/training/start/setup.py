@@ -32,6 +32,7 @@ from tandem.model.lora.layers import LoraPlan
 from tandem.packing.packer import SINGLE_RANK, Packer, RankShare, make_packer
 from tandem.report.trackers.tracking import check_packages
 from tandem.storage.cache import check_cache_dir, check_writable
+from tandem.training.host_memory import host_need, offload_advice, refuse_full_host
 from tandem.training.memory import (
     MemoryEstimate,
     RowLength,
@@ -60,6 +61,7 @@ class Setup:
     reference_source: ModelSource | None  # None if the reference is the start model
     template: Template
     plan: Plan
+    offload: str = ""  # how to move optimizer states to the host, for advice; empty if that would not help
 
     @property
     def tracked(self) -> TrackedMetric | None:
@@ -104,13 +106,14 @@ def set_up(
     memory: int | None = None,
     mesh: MeshShape = SINGLE_RANK_MESH,
     machines: Machines = ALONE,
+    ranks_here: int = 1,
 ) -> Setup:
     """Tokenise the data and run every check that does not need the weights.
 
     `share`: the part of each batch that this rank computes. `memory`: the smallest device memory of all ranks, in bytes, so that
     every rank chooses the same row length; None: the memory of this device.
     `machines`: those whose first ranks call this function together, and tokenise together. The other ranks call it later, so
-    nothing else in it may wait for another rank.
+    nothing else in it may wait for another rank. `ranks_here`: ranks on this machine.
     """
     check_packages(config.logger)
     check_user_losses(config.dpo)
@@ -119,7 +122,7 @@ def set_up(
         check_writable(Path(given), f"reference.cache_dir = {given}:", "Choose another reference.cache_dir.")
     attention_kind(config.policy, device)
     source = check_model(config)
-    machine = check_machine(config, source, device, mesh)
+    machine = check_machine(config, source, device, mesh, ranks_here=ranks_here)
     return fit_to_machine(open_inputs(config, source, bar, machines=machines), machine, share, memory)
 
 
@@ -185,7 +188,7 @@ def fit_to_machine(
     `memory`: as in `set_up`.
     """
     config, source = inputs.config, inputs.source
-    plan = fit_plan(inputs, machine, share, memory)
+    plan, offload = fit_plan(inputs, machine, share, memory)
     compiles = machine.compiles
     if compiles or machine.mesh.num_ranks > 1 or config.policy.activation_checkpointing != "none":
         models = [one for one in (source, inputs.reference_source) if one is not None]
@@ -200,21 +203,28 @@ def fit_to_machine(
         reference_source=inputs.reference_source,
         template=inputs.template,
         plan=plan,
+        offload=offload,
     )
 
 
-def fit_plan(inputs: Inputs, machine: Machine, share: RankShare = SINGLE_RANK, memory: int | None = None) -> Plan:
+def fit_plan(
+    inputs: Inputs, machine: Machine, share: RankShare = SINGLE_RANK, memory: int | None = None
+) -> tuple[Plan, str]:
     """Choose row lengths for the device and plan the packing. Raise an error if the run does not fit in memory.
 
-    `memory`: as in `set_up`.
+    Return the plan, and how to move optimizer states to the host (`offload_advice`). `memory`: as in `set_up`.
     """
     config, device = inputs.config, machine.device
     plan, need = plan_rows(inputs, machine, share, memory)
     for packer in (plan.train, *plan.validation.values()):
         longest = min(packer.length, int(packer.sizes.max()))
         refuse_large_masks(packer.length, longest, config.policy, device, memory=memory)
-    refuse_certain_overflow(need, plan.train, plan.batches.epoch(0)[0], config.policy, device=device, memory=memory)
-    return plan
+    host = host_need(need, config, lora=machine.lora, mesh=machine.mesh, ranks_here=machine.ranks_here)
+    if config.policy.optimizer.offload:
+        refuse_full_host(host, machine.ranks_here)
+    given: dict[str, Any] = {"device": device, "memory": memory, "offload": offload_advice(need, host, config, device)}
+    refuse_certain_overflow(need, plan.train, plan.batches.epoch(0)[0], config.policy, **given)
+    return plan, given["offload"]
 
 
 def plan_rows(
