@@ -274,11 +274,11 @@ def test_what_train_returned_stands_for_its_run(tmp_path):
         run_dir=tmp_path / "gone", model=None, checkpoints=(), metrics=[], verdicts=(), best_step=None, last_step=1
     )
     for call, place in (
-        (lambda: tandem.export(result), ""),
-        (lambda: tandem.evaluate(result, "embedded"), "MODEL = "),
-        (lambda: tandem.evaluate("embedded", "embedded", against=result), "--against = "),
-        (lambda: tandem.generate(result, ["Hi"]), "MODEL "),
+        (lambda: tandem.export(result), str(result.run_dir)),
+        (lambda: tandem.evaluate(result, "embedded"), f'model="{result.run_dir}"'),
+        (lambda: tandem.evaluate("embedded", "embedded", against=result), f'against="{result.run_dir}"'),
+        (lambda: tandem.generate(result, ["Hi"]), f'model="{result.run_dir}"'),
     ):
         with pytest.raises(ConfigError) as error:
             call()
-        assert str(error.value).startswith(f"{place}{result.run_dir}: ")
+        assert str(error.value).startswith(f"{place}: ")

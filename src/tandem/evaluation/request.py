@@ -270,8 +270,8 @@ def _data_requests(data: Sequence[str], subject: Subject, *, tasks: bool) -> tup
         if tasks:
             return ()
         raise ConfigError(
-            f"{option('model', subject.name)}: no run, so {option('data')} is needed. Give one or more files of preference "
-            "pairs, or embedded."
+            f"{option('model', subject.name)}: not a run, so give {option('data')}: one or more files of preference pairs, "
+            "or embedded."
         )
     sets = subject.config.data.validation_sets
     if not sets and not tasks:

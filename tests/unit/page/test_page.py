@@ -15,6 +15,8 @@ from tandem.page.pairs import by_length, histogram, is_doubtful, listed_pairs
 from tandem.page.write import run_page, write_report
 from tandem.runs import open_run
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 
 def data_of(page: str) -> dict:
     return json.loads(re.search(r'<script type="application/json" id="page-data">(.*?)</script>', page, re.DOTALL)[1])

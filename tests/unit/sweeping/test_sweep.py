@@ -22,6 +22,8 @@ from tandem.sweeping.plan import Reading, make_plan
 from tandem.sweeping.sweep import sweep
 from tandem.training.run.directory import locked
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 STUB = Path(__file__).parents[2] / "training_stub.py"
 NO_MATCH = "it takes two or more finished runs, all validated on the same pairs."
 
