@@ -59,7 +59,7 @@ def write_report(
         write_page(found, page)
     except OSError as error:
         raise ConfigError(
-            f"{page}: cannot be written ({error.strerror}). Choose another file with {option('out')}."
+            f"{page}: cannot be written ({error.strerror}). Choose another file with {option('out', metavar='FILE')}."
         ) from None
     best = best_of(found) if len(found) > 1 else None
     return Report(page=page, runs=found, best=best)
@@ -81,14 +81,15 @@ def _is_run(path: Path) -> bool:
 def check_page(page: Path) -> None:
     """Refuse to write to a place that holds something else than an earlier page."""
     if page.is_dir():
-        raise ConfigError(f"{page}: a directory. Give the name of a file with {option('out')}.")
+        raise ConfigError(f"{page}: a directory. Give the name of a file with {option('out', metavar='FILE')}.")
     if not page.parent.is_dir() or not os.access(page.parent, os.W_OK):
         raise ConfigError(
-            f"{page}: {page.parent} is not a writable directory. Choose another file with {option('out')}."
+            f"{page}: {page.parent} is not a writable directory. Choose another file with {option('out', metavar='FILE')}."
         )
     if os.path.lexists(page) and not is_page(page):
         raise ConfigError(
-            f"{page}: exists and is not a page of tandem, so it is kept. Choose another file with {option('out')}."
+            f"{page}: exists and is not a page of tandem, so it is kept. Choose another file with "
+            f"{option('out', metavar='FILE')}."
         )
 
 

@@ -194,11 +194,11 @@ def _refuse_other_content(plan: SweepPlan, folder: Path) -> None:
     stored = read_plan(folder)
     if stored is None and os.path.lexists(folder / SWEEP_FILE):
         raise CheckpointError(
-            f"{folder / SWEEP_FILE}: damaged. Move it elsewhere, or choose another directory with {option('out')}."
+            f"{folder / SWEEP_FILE}: damaged. Move it elsewhere, or choose another directory with {option('out', metavar='DIR')}."
         )
     if stored is not None and not _same(stored, plan):
         raise CheckpointError(
-            f"{folder} holds another sweep. Choose another directory with {option('out')}, or continue that "
+            f"{folder} holds another sweep. Choose another directory with {option('out', metavar='DIR')}, or continue that "
             f"sweep with its command:\n"
             f"  {stored.get('command', 'unknown')}"
         )

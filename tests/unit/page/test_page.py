@@ -233,7 +233,7 @@ def test_a_file_that_is_not_a_page_is_never_replaced(tmp_path):
     with pytest.raises(ConfigError) as error:
         write_report([folder], mine)
     assert str(error.value) == (
-        f"{mine}: exists and is not a page of tandem, so it is kept. Choose another file with --out."
+        f"{mine}: exists and is not a page of tandem, so it is kept. Choose another file with --out FILE."
     )
     page = write_report([folder], tmp_path / "page.html").page
     (tmp_path / "link.html").symlink_to(page)
@@ -243,7 +243,7 @@ def test_a_file_that_is_not_a_page_is_never_replaced(tmp_path):
 
 def test_places_that_cannot_be_written_are_refused(tmp_path):
     folder = make_run(tmp_path / "run")
-    with pytest.raises(ConfigError, match=f"{tmp_path}: a directory. Give the name of a file with --out."):
+    with pytest.raises(ConfigError, match=f"{tmp_path}: a directory. Give the name of a file with --out FILE."):
         write_report([folder], tmp_path)
     with pytest.raises(ConfigError, match="is not a writable directory"):
         write_report([folder], tmp_path / "none/page.html")
