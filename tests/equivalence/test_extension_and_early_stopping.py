@@ -20,6 +20,8 @@ from tandem.training.run import extension
 from tandem.training.start import build as build_module
 from tandem.training.trainer import train
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 SAVING = ["checkpointing.save_period=2", "dpo.val_period=2", "dpo.val_at_end=true", "dpo.val_batches=2"]
 FOUR, EIGHT = "dpo.max_num_steps=4", "dpo.max_num_steps=8"
 
