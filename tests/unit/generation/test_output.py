@@ -2,12 +2,15 @@
 
 import errno
 import json
+from pathlib import Path
 
 import pytest
 
 from tandem.errors import ConfigError, DataError, DiskError
+from tandem.generation.generate import Generation
 from tandem.generation.output import OutputFile, generated_by, record_of
 from tandem.generation.records import Answer, Prompt, Request, make_sampling
+from tandem.generation.show import summary
 
 pytestmark = pytest.mark.usefixtures("of_a_command")
 
@@ -122,3 +125,24 @@ def test_a_full_disk_ends_in_one_message_and_loses_no_line(tmp_path):
         f"{out}: the disk is full. Every line before is complete: free some space, and run the same command to continue."
     )
     assert len(out.read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_resumed", "text"),
+    [
+        (0, "Wrote out.jsonl: 3 prompts with 2 completions each by a."),
+        (1, "Wrote out.jsonl: 3 prompts with 2 completions each by a. 1 of its 3 lines was there before."),
+        (3, "out.jsonl was complete before: 3 prompts with 2 completions each by a."),
+    ],
+)
+def test_the_summary_says_what_was_in_the_file_before(num_resumed, text):
+    made = Generation(
+        models=("a",),
+        num_prompts=3,
+        num_skipped=0,
+        num_resumed=num_resumed,
+        num_tokens=0,
+        seconds=0.0,
+        out=Path("out.jsonl"),
+    )
+    assert summary(made, 2) == text

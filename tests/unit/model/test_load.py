@@ -23,7 +23,7 @@ from tandem.model.files.source import ModelSource, find_model, find_source, find
 from tandem.model.files.tiny import tiny_model
 from tandem.model.load import attention_kind, load_policy
 from tandem.packing.layout import lay_out
-from tandem.terminal.commands import resume_call
+from tandem.terminal.commands import export_call, resume_call
 from tandem.training.start.setup import set_up
 
 CPU = torch.device("cpu")
@@ -121,8 +121,8 @@ def test_a_damaged_checkpoint_is_not_a_model(tmp_path):
     )
     (place / "manifest.json").touch()
     assert refusal(model_name=str(place)) == (
-        f"policy.model_name = {place}: a checkpoint, which has to be exported before this command can read it. Run tandem export "
-        f"{place}, and give the folder that it writes."
+        f"policy.model_name = {place}: a checkpoint, which has to be exported before this command can read it. Run "
+        f"{export_call(str(place))}, and give the folder that it writes."
     )
 
 
