@@ -63,14 +63,10 @@ def summary(generation: Generation, num_samples: int) -> str:
     by = f" by {' and '.join(g.models)}"
     completions = f"{num_samples} completion{'s' * (num_samples > 1)}"
     num_lines = g.num_prompts * len(g.models)
-    was = "was" if g.num_resumed == 1 else "were"
-    resumed = f" {g.num_resumed:,} of its {num_lines:,} lines {was} there before." if g.num_resumed else ""
-        f" {g.num_resumed:,} of its {num_lines:,} lines {'was' if g.num_resumed == 1 else 'were'} there before."
-        if g.num_resumed
-        else ""
-    )
     if g.num_resumed == num_lines:
         return f"{g.out} was complete before: {g.num_prompts:,} prompts with {completions} each{by}."
+    was = "was" if g.num_resumed == 1 else "were"
+    resumed = f" {g.num_resumed:,} of its {num_lines:,} lines {was} there before." if g.num_resumed else ""
     lines = [f"Wrote {g.out}: {g.num_prompts:,} prompts with {completions} each{by}.{resumed}"]
     if g.finishes:
         ended = ", ".join(f"{count:,} {_ending(reason)}" for reason, count in sorted(g.finishes.items(), reverse=True))
