@@ -27,6 +27,15 @@ def bfloat16_products(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def of_a_command() -> Iterator[None]:
+    """Messages name options, as while a command runs. Without this, they name arguments of Python."""
+    from tandem.terminal.arguments import command_words
+
+    with command_words():
+        yield
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--shard", metavar="NUMBER/COUNT", help="every COUNT-th test from the NUMBER-th on: 1/3, 2/3 and 3/3"

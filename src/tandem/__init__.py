@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tandem import formats, losses
     from tandem.api.commands import evaluate, export, generate
     from tandem.api.result import TrainResult
+    from tandem.api.runs import list_runs, open_run, sweep, write_report
     from tandem.api.training import train
     from tandem.config.load import LoadedConfig, load_config
     from tandem.errors import (
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
     from tandem.evaluation.records import Evaluation
     from tandem.exporting.checkpoint import Exported
     from tandem.generation.generate import Generation
+    from tandem.generation.records import EngineSettings
+    from tandem.page.write import Report
+    from tandem.runs import Run
+    from tandem.sweeping.records import SweepResult
     from tandem.training.run.callbacks import Callback
 
 _HOMES = {
@@ -50,6 +55,11 @@ _HOMES = {
     "Generation": "tandem.generation.generate",
     "export": "tandem.api.commands",
     "Exported": "tandem.exporting.checkpoint",
+    "EngineSettings": "tandem.generation.records",
+    **dict.fromkeys(("sweep", "open_run", "list_runs", "write_report"), "tandem.api.runs"),
+    "SweepResult": "tandem.sweeping.records",
+    "Run": "tandem.runs",
+    "Report": "tandem.page.write",
     **dict.fromkeys(
         (
             *("TandemError", "ConfigError", "DataError", "CheckpointError", "AuditError", "NonFiniteError"),
@@ -66,6 +76,10 @@ __all__ = [  # noqa: RUF022 - in the order of a reader
     "evaluate",
     "generate",
     "export",
+    "sweep",
+    "open_run",
+    "list_runs",
+    "write_report",
     "losses",
     "formats",
     "Callback",
@@ -74,6 +88,10 @@ __all__ = [  # noqa: RUF022 - in the order of a reader
     "Evaluation",
     "Generation",
     "Exported",
+    "EngineSettings",
+    "SweepResult",
+    "Run",
+    "Report",
     "TandemError",
     "ConfigError",
     "DataError",

@@ -42,7 +42,7 @@ POINTS = {
     "config.rename": "the run's config.yaml is written, but not renamed yet",
     "references.rename": "the run's references.json is written, but not renamed yet",
     "verdicts.rename": "the run's verdicts.json is written, but not renamed yet",
-    "per_pair.rename": "the --per-pair file is written, but not renamed yet",
+    "per_pair.rename": "the file of every pair is written, but not renamed yet",
     "metrics.write": "before each half of a line of metrics.jsonl is written",
     "reference.chunk": "some of the reference's log-probabilities are computed",
     "step.update": "a step's gradients are computed, but not applied",

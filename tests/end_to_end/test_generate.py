@@ -73,7 +73,7 @@ def test_an_output_is_continued_after_a_kill_and_is_data_once_it_has_scores(tand
     code, _, error = tandem("generate", MODEL, "--prompts", prompts, *SAMPLED[:-1], "7", "--out", out)
     assert (code, error.splitlines()[-1]) == (
         2,
-        f"tandem: error: --out {out}:1: made with other settings (max_new_tokens 6, now 7). Choose another file, or the same "
+        f"tandem: error: {out}:1: made with other settings (max_new_tokens 6, now 7). Choose another file, or the same "
         "settings.",
     )
 

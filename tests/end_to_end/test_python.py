@@ -90,7 +90,9 @@ def test_a_loss_of_the_users_own_trains_and_is_compared_on_resume(tmp_path):
     with pytest.raises(CheckpointError, match="contains a run with another configuration"):
         quick(tmp_path / "half")
     assert tandem.evaluate(half.run_dir, rows=ROWS[:4], allow_code=True).loss == name
-    with pytest.raises(ConfigError, match=r"names Python code, which would be run\. If you trust it, add --allow-code"):
+    with pytest.raises(
+        ConfigError, match=r"names Python code, which would be run\. If you trust it, add allow_code=True"
+    ):
         tandem.evaluate(half.run_dir, rows=ROWS[:4])
 
 

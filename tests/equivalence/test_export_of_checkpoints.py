@@ -27,6 +27,8 @@ from tandem.report.reporter import Reporter
 from tandem.storage.cache import write_manifest
 from tandem.terminal.console import SafeConsole
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 SAVING = ["checkpointing.save_period=2", "dpo.val_period=2", "dpo.val_at_end=true", "dpo.val_batches=2"]
 
 

@@ -20,6 +20,8 @@ from tandem.training.run import extension
 from tandem.training.start import build as build_module
 from tandem.training.trainer import train
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 SAVING = ["checkpointing.save_period=2", "dpo.val_period=2", "dpo.val_at_end=true", "dpo.val_batches=2"]
 FOUR, EIGHT = "dpo.max_num_steps=4", "dpo.max_num_steps=8"
 
@@ -146,7 +148,7 @@ def test_a_run_without_its_last_checkpoint_is_not_extended(finished, data):
     place.rename(finished / "elsewhere")
     assert refused(finished, *data, EIGHT) == (
         f"{finished} is finished, but the checkpoint of its last step, {place}, is missing, so it cannot be extended from 4 to 8 "
-        "steps. Choose another run.dir, or --fresh without --resume."
+        "steps. Choose another run.dir, or start a new run with --fresh."
     )
 
 
@@ -156,7 +158,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_extended(finished, data):
         short_run(finished, *data, EIGHT)
     assert str(error.value) == (
         f"{finished} is finished, but the checkpoint of its last step, 4, is damaged, so it cannot be extended. Choose another "
-        "run.dir, or --fresh without --resume."
+        "run.dir, or start a new run with --fresh."
     )
     assert (finished / "model").is_dir()
     assert "max_num_steps: 4" in (finished / "config.yaml").read_text()
@@ -168,7 +170,7 @@ def test_a_run_whose_last_checkpoint_cannot_be_read_is_not_extended(finished, da
     tensors.write_bytes(b"") if lost == "cut off" else tensors.unlink()
     assert refused(finished, *data, EIGHT) == (
         f"{finished} is finished, but the checkpoint of its last step, 4, is damaged, so it cannot be extended. Choose another "
-        "run.dir, or --fresh without --resume."
+        "run.dir, or start a new run with --fresh."
     )
 
 
@@ -176,14 +178,14 @@ def test_a_run_without_optimizer_states_is_not_extended(tmp_path, data):
     run = short_run(tmp_path / "run", *data, FOUR, "checkpointing.save_optimizer=false")
     assert refused(run, *data, EIGHT) == (
         f"{run}/checkpoints/step_4: saved without optimizer states (checkpointing.save_optimizer=false), so the run cannot "
-        "be extended from 4 to 8 steps. Choose another run.dir, or --fresh without --resume."
+        "be extended from 4 to 8 steps. Choose another run.dir, or start a new run with --fresh."
     )
 
 
 def test_a_finished_run_is_not_shortened_and_the_same_length_does_nothing(finished, data):
     assert refused(finished, *data, "dpo.max_num_steps=2") == (
         f"{finished} is finished, with 4 steps; it can be extended, but not shortened to 2. Choose another "
-        "run.dir, or --fresh without --resume."
+        "run.dir, or start a new run with --fresh."
     )
     before = (finished / "metrics.jsonl").read_bytes()
     short_run(finished, *data, FOUR, "dpo.max_num_epochs=7")  # four steps end it first

@@ -12,6 +12,8 @@ from tandem.errors import ConfigError, DataError
 from tandem.generation.generate import generate
 from tandem.generation.records import EngineSettings, make_sampling
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 PROMPTS = [
     "Hi",
     "How far is the moon from here, and why?",

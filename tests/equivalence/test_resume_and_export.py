@@ -14,6 +14,8 @@ from tandem.storage.cache import write_manifest
 from tandem.storage.ownership import GREATEST_PID, MARKER
 from tandem.training.checkpoint import checkpoints as checkpoint
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 # Two schedulers with a milestone before the place the run is cut at: both must be where they were.
 SCHEDULE = (
     "policy.scheduler=[{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.5, total_iters: 3}},"

@@ -13,6 +13,8 @@ from tandem.terminal.commands import tandem_command
 from tandem.training.checkpoint.checkpoints import checkpoints, step_of
 from tandem.training.trainer import train
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 SAVING = ["checkpointing.save_period=2", "dpo.max_num_steps=6"]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from run_directories import make_run
 
 import tandem
 from tandem.api.process import own_process
@@ -44,7 +45,11 @@ def test_every_public_name_is_found_and_listed():
     assert set(tandem.__all__) <= set(dir(tandem))
     for name in tandem.__all__:
         assert getattr(tandem, name) is not None
-    for name in ("load_config", "train", "evaluate", "generate", "export"):
+    functions = (
+        *("load_config", "train", "evaluate", "generate", "export"),
+        *("sweep", "open_run", "list_runs", "write_report"),
+    )
+    for name in functions:
         assert isinstance(getattr(tandem, name), types.FunctionType)
         assert getattr(tandem, name).__doc__
     with pytest.raises(AttributeError, match="module 'tandem' has no attribute 'trian'"):
@@ -55,6 +60,39 @@ def test_no_submodule_has_the_name_of_a_function():
     """Importing a submodule sets the attribute of its name on the package."""
     modules = {module.name for module in pkgutil.iter_modules(tandem.__path__)}
     assert modules & set(tandem.__all__) == {"losses", "formats"}
+
+
+def test_runs_are_read_listed_and_compared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, second = make_run(tmp_path / "runs/a-1"), make_run(tmp_path / "runs/a-2", finished=False)
+    result = TrainResult(
+        run_dir=first, model=None, checkpoints=(), metrics=[], verdicts=(), best_step=None, last_step=1
+    )
+    assert tandem.open_run(result) == tandem.open_run(str(first))
+    assert [(run.name, run.status) for run in tandem.list_runs()] == [("a-1", "finished"), ("a-2", "stopped")]
+    assert tandem.write_report(result).page == first / "report.html"
+    both = tandem.write_report([result, str(second)])
+    assert both.page == Path("comparison.html")
+    assert [run.name for run in both.runs] == ["a-1", "a-2"]
+    with pytest.raises(ConfigError) as error:
+        tandem.write_report(result, out=tmp_path)
+    assert str(error.value) == f"{tmp_path}: a directory. Give the name of a file with out=FILE."
+
+
+def test_an_error_about_rows_to_evaluate_names_them_and_not_their_file():
+    rows = [{"prompt": "Hi", "chosen": "Hello.", "rejected": "No."}]
+    with pytest.raises(DataError) as error:
+        tandem.evaluate("embedded", rows=rows, by="topic")
+    assert str(error.value) == 'by="topic": no row of rows has a field topic. Give the name of a field of the rows.'
+    with pytest.raises(DataError, match=r"rows\[1\]"):
+        tandem.evaluate("embedded", rows=[*rows, {"prompt": "Hi", "chosen": 3, "rejected": "No."}])
+
+
+def test_reading_runs_does_not_import_torch(tmp_path):
+    make_run(tmp_path / "runs/a-1")
+    code = "import sys, tandem; print(len(tandem.list_runs('runs')), 'torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ended.stdout == "1 False\n"
 
 
 def test_rows_are_stored_by_content(tmp_path, monkeypatch):
@@ -274,11 +312,11 @@ def test_what_train_returned_stands_for_its_run(tmp_path):
         run_dir=tmp_path / "gone", model=None, checkpoints=(), metrics=[], verdicts=(), best_step=None, last_step=1
     )
     for call, place in (
-        (lambda: tandem.export(result), ""),
-        (lambda: tandem.evaluate(result, "embedded"), "MODEL = "),
-        (lambda: tandem.evaluate("embedded", "embedded", against=result), "--against = "),
-        (lambda: tandem.generate(result, ["Hi"]), "MODEL "),
+        (lambda: tandem.export(result), str(result.run_dir)),
+        (lambda: tandem.evaluate(result, "embedded"), f'model="{result.run_dir}"'),
+        (lambda: tandem.evaluate("embedded", "embedded", against=result), f'against="{result.run_dir}"'),
+        (lambda: tandem.generate(result, ["Hi"]), f'model="{result.run_dir}"'),
     ):
         with pytest.raises(ConfigError) as error:
             call()
-        assert str(error.value).startswith(f"{place}{result.run_dir}: ")
+        assert str(error.value).startswith(f"{place}: ")

@@ -15,6 +15,8 @@ from tandem.loss.objective import check_user_losses
 from tandem.training.run.directory import refuse_other_config, stored_config
 from tandem.user_code import load_function, name_function
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 LOSS = """
 import torch.nn.functional as F
 

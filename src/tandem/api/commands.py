@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from tandem.api.process import own_process
 from tandem.api.result import TrainResult
-from tandem.api.rows import Rows, store_rows
+from tandem.api.rows import Rows, places_of, store_rows
 from tandem.config.sections.section import EMBEDDED
 from tandem.errors import DataError
 from tandem.evaluation.records import Evaluation
@@ -60,11 +60,11 @@ def evaluate(
     from tandem.evaluation.evaluate import evaluate as run_evaluate
 
     files = [str(one) for one in ([data] if isinstance(data, str | Path) else data)]
-    files += [str(store_rows("rows", rows))] if rows is not None else []
-    with own_process("tandem.evaluate"):
+    stored = {} if rows is None else {"rows": store_rows("rows", rows)}
+    with own_process("tandem.evaluate"), places_of(stored):
         return run_evaluate(
             _name(model),
-            files,
+            [*files, *map(str, stored.values())],
             reference=None if reference is None else _name(reference),
             against=None if against is None else _name(against),
             beta=beta,

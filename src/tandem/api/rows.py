@@ -6,12 +6,13 @@ So they get the same checks, limits and caches as a file. The same rows have the
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tandem.data.read.sources import kind_of
-from tandem.errors import ConfigError, DataError
+from tandem.errors import ConfigError, DataError, TandemError
 from tandem.storage.cache import cache_dir, check_cache_dir, replacing
 
 Rows = Iterable[Mapping[str, Any]]
@@ -60,6 +61,17 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a value of type {type(value).__name__}")
+
+
+@contextmanager
+def places_of(files: Mapping[str, Path]) -> Iterator[None]:
+    """Inside this context, an error names rows by their argument instead of the file that holds them. `files`: by argument."""
+    try:
+        yield
+    except TandemError as error:
+        if files:
+            error.args = (with_places(str(error), files), *error.args[1:])
+        raise
 
 
 def with_places(message: str, files: Mapping[str, Path]) -> str:

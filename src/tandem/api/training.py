@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.api.process import own_process
 from tandem.api.result import TrainResult, read_result
-from tandem.api.rows import Rows, store_rows, with_places
+from tandem.api.rows import Rows, places_of, store_rows
 from tandem.config.load import EMBEDDED_DEFAULT, LoadedConfig, Overrides, load_config, require_training_set
-from tandem.errors import AlreadyReportedError, ConfigError, StoppedError, TandemError
+from tandem.errors import AlreadyReportedError, ConfigError, StoppedError
 from tandem.launch.choose import check_python_call
 from tandem.launch.srun import adopt_srun_variables
 from tandem.paths import check_run
@@ -57,17 +57,12 @@ def train(
     check_callbacks(callbacks)
     loaded, files = _load(config, rows, validation_rows, loss, allow_env, allow_code=allow_code)
     file = None if per_pair is None else Path(per_pair)
-    with own_process("tandem.train", loaded):
-        try:
-            adopt_srun_variables()
-            check_python_call(loaded.config.cluster)
-            require_training_set(loaded.config)
-            check_run(loaded, fresh=fresh, per_pair=file)
-            return _train(loaded, Callbacks(callbacks), verbosity, fresh=fresh, per_pair=file)
-        except TandemError as error:
-            if files:
-                error.args = (with_places(str(error), files), *error.args[1:])
-            raise
+    with own_process("tandem.train", loaded), places_of(files):
+        adopt_srun_variables()
+        check_python_call(loaded.config.cluster)
+        require_training_set(loaded.config)
+        check_run(loaded, fresh=fresh, per_pair=file)
+        return _train(loaded, Callbacks(callbacks), verbosity, fresh=fresh, per_pair=file)
 
 
 def _train(

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from tandem import __version__
 from tandem.errors import AlreadyReportedError, ConfigError, TandemError
+from tandem.terminal.arguments import command_words
 from tandem.terminal.commands import key_of, override
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ class CommandGroup(TyperGroup):
 
     def invoke(self, ctx: typer.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with command_words():
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             raise Interrupted(INTERRUPT_HINTS.get(str(ctx.invoked_subcommand), "")) from None
 

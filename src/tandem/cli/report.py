@@ -26,7 +26,7 @@ def report(
 
     It shows curves, verdicts, pairs, packing, data and settings, in one file that needs no network.
     """
-    from tandem.page.comparison import how_clear
+    from tandem.page.comparison import NO_BEST, how_clear
     from tandem.page.listing import as_json as run_as_json
     from tandem.page.write import write_report
     from tandem.report.reporter import Reporter
@@ -38,5 +38,7 @@ def report(
         print(json.dumps(content, ensure_ascii=False, indent=1))
     elif not quiet:
         print(f"{written.page} is written: open it in a browser.")
-        if (found := written.best) is not None:
+        if len(written.runs) > 1 and written.best is None:
+            print(f"No run is marked as the best: {NO_BEST}")
+        elif (found := written.best) is not None:
             print(f"Best accuracy: {found.run.name}. {how_clear(is_clear=found.is_clear, num_equal=found.num_equal)}")

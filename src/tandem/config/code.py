@@ -8,6 +8,7 @@ from tandem.config.losses import LOSS_ARGUMENTS
 from tandem.config.validation import GIVEN_BY_USER
 from tandem.errors import ConfigError
 from tandem.loss.declare import declare_user_loss
+from tandem.terminal.arguments import option
 from tandem.user_code import is_user_function, load_function
 
 LOSS_KEY = "dpo.preference_loss"
@@ -34,7 +35,8 @@ def load_named_functions(
     for one in named:
         if not allow_code and (file := _file_that_names(one.key, origins, interpolated)) is not None:
             raise ConfigError(
-                f"{file}: {one.key} = {one.name} names Python code, which would be run. If you trust it, add --allow-code."
+                f"{file}: {one.key} = {one.name} names Python code, which would be run. If you trust it, add "
+                f"{option('allow_code', True)}."
             )
     digests = {}
     pinned = _mapping(_mapping(tree.get("run")).get("code"))

@@ -21,6 +21,7 @@ from tandem.config.sections.section import EMBEDDED
 from tandem.config.source.yaml_text import MAX_CHARACTERS, MAX_VALUES
 from tandem.config.tracked import METRICS
 from tandem.errors import ConfigError
+from tandem.terminal.arguments import option
 from tandem.terminal.printable import SECRETS
 
 Place = tuple[Any, ...]  # path of a value: the keys, and the indices of list items, that lead to it
@@ -96,7 +97,7 @@ def check_sent_variables(
             raise ConfigError(
                 f"{origins[one.place]}: {one.key} = {json.dumps(one.written, ensure_ascii=False)}: the value of "
                 f"{' and '.join(refused)} would be sent over the network. If you trust the file, add "
-                f"{' '.join(f'--allow-env {name}' for name in refused)}; otherwise set {one.key} on the command line."
+                f"{option('allow_env', refused)}; otherwise set {one.key} on the command line."
             )
     return tuple(sorted(sent))
 

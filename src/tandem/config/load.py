@@ -33,6 +33,7 @@ from tandem.config.source.script import is_script, read_script
 from tandem.config.source.yaml_text import to_yaml
 from tandem.config.validation import GIVEN_BY_USER, flatten, origin_of, validate
 from tandem.errors import ConfigError, one_line
+from tandem.terminal.arguments import option
 from tandem.terminal.commands import key_of
 from tandem.terminal.commands import override as override_text
 from tandem.terminal.printable import SECRETS, Secrets
@@ -194,7 +195,7 @@ def _translated(tree: dict[str, Any], origins: dict[str, str], from_format: str 
 def _check_format(from_format: str | None) -> None:
     known = (OWN_FORMAT, *known_origins())
     if from_format not in (None, *known):
-        raise ConfigError(f"--from-format {from_format}: not a known format. Give {join_names(known, 'or')}.")
+        raise ConfigError(f"{option('from_format', from_format)}: not a known format. Give {join_names(known, 'or')}.")
 
 
 def require_training_set(config: Config) -> None:

@@ -11,6 +11,7 @@ from tandem.config.compat.suggest import describe_unknown_key, similar_key, sugg
 from tandem.config.compat.table import load_table, trainers_with
 from tandem.config.schema import Config
 from tandem.errors import ConfigError
+from tandem.terminal.arguments import option
 
 COMMAND_LINE = "command line"
 PYTHON = "given in Python"
@@ -58,7 +59,7 @@ def _keys_of_others(tree: dict[str, Any]) -> list[str]:
     if not found:
         return []
     names = " and ".join(load_table(origin).name for origin in found)
-    options = " or ".join(f"`--from-format {origin}`" for origin in found)
+    options = " or ".join(f"`{option('from_format', origin)}`" for origin in found)
     return [f"These are keys of {names}: {options} reads them."]
 
 

@@ -26,8 +26,8 @@ def is_classifier(source: ModelSource) -> bool:
         return False
     if source.config.num_labels != 1:
         raise ConfigError(
-            f"{source.key} = {source.name}: a sequence-classification model with {source.config.num_labels} labels. A reward "
-            "model gives one score, so it has one label (num_labels = 1)."
+            f"{source.place}: a sequence-classification model with {source.config.num_labels} labels. A reward model gives "
+            "one score, so it has one label (num_labels = 1)."
         )
     return True
 
@@ -63,11 +63,11 @@ def _load(source: ModelSource, device: torch.device, dtype: torch.dtype) -> Any:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise ConfigError(f"{source.key} = {source.name}: transformers cannot load it ({describe(error)}).") from error
+        raise ConfigError(f"{source.place}: transformers cannot load it ({describe(error)}).") from error
     if missing := sorted({name for name, _ in model.named_parameters()}.intersection(found["missing_keys"])):
         raise ConfigError(
-            f"{source.key} = {source.name}: {len(missing)} of its weights, such as {missing[0]}, are in none of its files and "
-            "would be random. Is it a reward model, saved completely?"
+            f"{source.place}: {len(missing)} of its weights, such as {missing[0]}, are in none of its files and would be "
+            "random. Is it a reward model, saved completely?"
         )
     model.config.get_text_config().use_cache = False  # an argument of decoders only
     return model.eval()

@@ -9,6 +9,7 @@ from tandem.errors import DataError
 from tandem.evaluation.intervals import FloatArray, IntArray, difference_estimate, exact_sign_test, variance_of_mean
 from tandem.evaluation.records import Comparison, Difference, DifferingPair
 from tandem.evaluation.summary import PairResults
+from tandem.terminal.arguments import option
 
 LISTED_PAIRS = 20
 
@@ -23,13 +24,13 @@ def compare(name: str, model: PairResults, other: PairResults) -> Comparison:
     theirs = np.array([places[own_keys[number]] for number in own], np.int64)
     if not len(own):
         raise DataError(
-            f"--against {name}: no pair could be read by both models. Raise policy.max_total_sequence_length."
+            f"{option('against', name)}: no pair could be read by both models. Raise policy.max_total_sequence_length."
         )
     metrics = [metric for metric in model.accuracies if metric in other.accuracies]
     if not metrics:
         raise DataError(
-            f"--against {name}: one model gives scores and the other log-probabilities only, so that they have no accuracy in "
-            "common. Add --reference MODEL for the second."
+            f"{option('against', name)}: one model gives scores and the other log-probabilities only, so that they have no "
+            f"accuracy in common. Add {option('reference', metavar='MODEL')} for the second."
         )
     prompts = model.prompt[own]
     differences = tuple(

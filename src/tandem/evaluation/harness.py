@@ -17,6 +17,7 @@ from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.errors import ConfigError, TandemError
 from tandem.evaluation.records import HarnessResult
 from tandem.model.files.source import find_source
+from tandem.terminal.arguments import option
 from tandem.terminal.commands import install_command
 
 PACKAGE = "lm_eval"
@@ -24,10 +25,10 @@ STDERR = "_stderr"
 
 
 def check_installed(tasks: Sequence[str]) -> None:
-    """Refuse --lm-eval if the package is missing, before any model is loaded."""
+    """Refuse tasks if the package is missing, before any model is loaded."""
     if tasks and importlib.util.find_spec(PACKAGE) is None:
         raise ConfigError(
-            f"--lm-eval {','.join(tasks)}: needs the LM Evaluation Harness, which is not installed. Run "
+            f"{option('lm_eval', list(tasks))}: needs the LM Evaluation Harness, which is not installed. Run "
             f"{install_command('lm-eval')}, or pip install 'lm-eval[hf]'."
         )
 
@@ -79,8 +80,9 @@ def _run(name: str, request: dict[str, Any]) -> dict[str, Any]:
         if ended.returncode != 0 or not answer.is_file():
             said = ended.stderr.strip().splitlines()[-1:] or [f"exit code {ended.returncode}, without a message"]
             raise TandemError(
-                f"--lm-eval {','.join(request['tasks'])}: the LM Evaluation Harness failed on {name}: {said[0]}\n"
-                "Check the names of the tasks, --include-path and the connection, which its own tasks need for their data."
+                f"{option('lm_eval', request['tasks'])}: the LM Evaluation Harness failed on {name}: {said[0]}\n"
+                f"Check the names of the tasks, {option('include_path')} and the connection, which its own tasks need for "
+                "their data."
             )
         return json.loads(answer.read_text(encoding="utf-8"))
 

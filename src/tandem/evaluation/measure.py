@@ -35,6 +35,7 @@ from tandem.model.reference import CachedReference, NoReference, Reference, cach
 from tandem.packing.packer import Packer, make_packer
 from tandem.report.reporter import Reporter
 from tandem.storage.cache import cache_dir, check_cache_dir
+from tandem.terminal.arguments import option
 from tandem.training.memory import CPU_ROW_TOKENS, out_of_memory_error, refuse_large_masks
 from tandem.training.metrics import TIE_BAND, PairTable
 from tandem.training.start.machine import Machine, check_machine
@@ -160,8 +161,8 @@ def _score_with_classifier(
     """Measure a sequence-classification model with one label: its score of a completion is its reward."""
     if subject.reference is not None:
         raise ConfigError(
-            f"--reference {subject.reference.name}: {source.name} is a sequence-classification model, which gives each "
-            "completion a score and has no reference. Leave it out."
+            f"{option('reference', subject.reference.name)}: {source.name} is a sequence-classification model, which gives "
+            "each completion a score and has no reference. Leave it out."
         )
     template = _template(subject, source)
     opened = open_evaluation_sets(data, subject, template, _max_length(subject, source), by, reporter.progress)

@@ -19,7 +19,8 @@ from tandem.model.files.source import check_path, refuse_missing_model
 from tandem.paths import check_data
 from tandem.report.per_pair import check_per_pair
 from tandem.storage.cache import is_checkpoint, is_run
-from tandem.terminal.commands import key_of, override
+from tandem.terminal.arguments import option, setting
+from tandem.terminal.commands import export_call, key_of, override, resume_call
 
 # Keys whose values the arguments give, or that have no effect here.
 GIVEN_BY_ARGUMENTS = (
@@ -99,23 +100,26 @@ def check_request(
     """Check the arguments of `evaluate`, which has the same ones."""
     _check_overrides(overrides)
     if beta is not None and not 0 < beta < float("inf"):
-        raise ConfigError(f"--beta {beta}: not a positive number.")
+        raise ConfigError(f"{option('beta', beta)}: not a positive number.")
     if per_pair is not None:
         check_per_pair(per_pair)
+    tasks = option("lm_eval", metavar="TASKS")
     if include_path is not None and not lm_eval:
-        raise ConfigError(f"--include-path {include_path} has no effect without --lm-eval TASKS. Leave it out.")
+        raise ConfigError(f"{option('include_path', include_path)} has no effect without {tasks}. Leave it out.")
     if limit is not None and not lm_eval:
-        raise ConfigError(f"--limit {limit} has no effect without --lm-eval TASKS. Leave it out.")
+        raise ConfigError(f"{option('limit', limit)} has no effect without {tasks}. Leave it out.")
     if include_path is not None and not include_path.is_dir():
-        raise ConfigError(f"--include-path {include_path}: no such directory. Give a folder with task files (.yaml).")
-    subject = _subject("MODEL", model, reference, beta, overrides, allow_code=allow_code)
-    other = (
-        None if against is None else _subject("--against", against, reference, beta, overrides, allow_code=allow_code)
-    )
+        raise ConfigError(
+            f"{option('include_path', include_path)}: no such directory. Give a folder with task files (.yaml)."
+        )
+    subject = _subject("model", model, reference, beta, overrides, allow_code=allow_code)
+    other = None if against is None else _subject("against", against, reference, beta, overrides, allow_code=allow_code)
     sets = _data_requests(data, subject, tasks=bool(lm_eval))
     check_data({one.name: one.fields or DatasetFields(data_path=one.path) for one in sets})
     if not sets and (per_pair is not None or by is not None):
-        raise ConfigError("--per-pair and --by describe pairs, but no DATA is given. Add a data file.")
+        raise ConfigError(
+            f"{option('per_pair')} and {option('by')} describe pairs, but no {option('data')} is given. Add a data file."
+        )
     return Request(
         subject=subject,
         against=other,
@@ -129,13 +133,14 @@ def check_request(
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    for given in overrides:
-        key = key_of(given)
+    names = ", ".join(map(option, ("model", "data", "reference")))
+    for text in overrides:
+        key = key_of(text)
         if any(f"{key}.".startswith(f"{one}.") for one in GIVEN_BY_ARGUMENTS):
             hint = " Say how to read the data with data.default.KEY=VALUE." if key.startswith("data.") else ""
-            raise ConfigError(f"{given}: MODEL, DATA, --reference and --against give the models and the data.{hint}")
+            raise ConfigError(f"{text}: {names} and {option('against')} give the models and the data.{hint}")
         if any(f"{key}.".startswith(f"{one}.") for one in TRAINING_ONLY):
-            raise ConfigError(f"{given}: this key has no effect on an evaluation. Leave it out.")
+            raise ConfigError(f"{text}: this key has no effect on an evaluation. Leave it out.")
 
 
 def _subject(
@@ -152,14 +157,15 @@ def _subject(
         compared = _reference_of_run(own, config) if needs_reference(config.dpo.preference_loss) else None
         dpo = config.dpo.model_copy(update={"wpo": False})  # weights of pairs change neither rewards nor accuracy
     if reference is not None:
-        compared = named_model("--reference", reference, config.policy)
+        compared = named_model("reference", reference, config.policy)
         dpo = dpo if needs_reference(dpo.preference_loss) else Dpo()
     if own is None and compared is None:
         # Rewards are then log-probabilities, and margins their differences.
         dpo = Dpo(preference_loss="cpo", reference_policy_kl_penalty=1.0)
         if beta is not None:
             raise ConfigError(
-                f"--beta {beta:g} scales implicit rewards, which need a reference. Add --reference MODEL."
+                f"{option('beta', beta)} scales implicit rewards, which need a reference. Add "
+                f"{option('reference', metavar='MODEL')}."
             )
     elif beta is not None:
         dpo = dpo.model_copy(update={"reference_policy_kl_penalty": beta})
@@ -189,9 +195,9 @@ def named_model(key: str, name: str, policy: PolicyConfig) -> ModelRequest:
         adapted = Lora(enabled=True, adapter=str(folder))
         return ModelRequest(name=name, key=key, policy=plain.model_copy(update={"model_name": base, "lora": adapted}))
     if not folder.is_dir() and folder.exists():
-        raise ConfigError(f"{key} = {name}: a file, not a model folder or a run. Give the folder.")
+        raise ConfigError(f"{setting(key, name)}: a file, not a model folder or a run. Give the folder.")
     if not folder.exists():
-        refuse_missing_model(f"{key} = {name}", name)
+        refuse_missing_model(setting(key, name), name)
     check_path(key, name)
     return ModelRequest(name=name, key=key, policy=plain)
 
@@ -215,8 +221,8 @@ def model_of_run(key: str, run: Path, policy: PolicyConfig) -> ModelRequest:
     folder = run / "model"
     if not folder.is_dir():
         raise CheckpointError(
-            f"{key} = {run}: a run that has no model yet ({folder} is missing). Finish it with tandem train --resume {run}, or "
-            f"export a checkpoint with tandem export {run}."
+            f"{setting(key, run)}: a run that has no model yet ({folder} is missing). Finish it with "
+            f"{resume_call(str(run))}, or export a checkpoint with {export_call(str(run))}."
         )
     plain = {"revision": None, "weights": "float32", "compile": policy.compile}
     if (folder / "adapter_config.json").is_file():
@@ -249,8 +255,8 @@ def _base_of_adapter(key: str, folder: Path) -> str:
         base = None
     if not isinstance(base, str) or not base:
         raise ConfigError(
-            f"{key} = {folder}: an adapter whose adapter_config.json does not name its base model. Merge it into its base model, "
-            "and give that folder."
+            f"{setting(key, folder)}: an adapter whose adapter_config.json does not name its base model. Merge it into its "
+            "base model, and give that folder."
         )
     return base
 
@@ -264,12 +270,14 @@ def _data_requests(data: Sequence[str], subject: Subject, *, tasks: bool) -> tup
         if tasks:
             return ()
         raise ConfigError(
-            f"tandem eval {subject.name}: no DATA. Give one or more files of preference pairs, or embedded."
+            f"{option('model', subject.name)}: not a run, so give {option('data')}: one or more files of preference pairs, "
+            "or embedded."
         )
     sets = subject.config.data.validation_sets
     if not sets and not tasks:
         raise ConfigError(
-            f"tandem eval {subject.name}: the run has no validation set. Give DATA: a file of preference pairs."
+            f"{option('model', subject.name)}: the run has no validation set. Give {option('data')}: a file of preference "
+            "pairs."
         )
     return tuple(
         DataRequest(

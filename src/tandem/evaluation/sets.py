@@ -24,6 +24,7 @@ from tandem.data.text.template import Template
 from tandem.errors import ConfigError, DataError
 from tandem.evaluation.request import READING_KEYS, DataRequest, Subject
 from tandem.evaluation.rewardbench import EXAMPLE_COUNTS, PRIOR_SETS
+from tandem.terminal.arguments import option
 
 SetKind = Literal["pairs", "RewardBench", "RewardBench 2"]
 REWARDBENCH_2_KEYS = ("id", "prompt", "chosen", "rejected", "num_correct", "total_completions", "subset")
@@ -35,7 +36,7 @@ class RowLabels:
 
     subset: str = ""  # of RewardBench
     id: str = ""
-    field: str = ""  # the value of --by
+    field: str = ""  # the value of the field that `by` names
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ def _labels(one: DataRequest, fields: DatasetFields, by: str | None) -> dict[str
     """The labels of every row, by its place. The file is read a second time: the store keeps tokens only."""
     if is_prepared(Path(one.path)):
         raise DataError(
-            f"--by {by}: {one.path} is prepared, and keeps tokens only. Give the file that it was made from."
+            f"{option('by', by)}: {one.path} is prepared, and keeps tokens only. Give the file that it was made from."
         )
     labels = {}
     files = find_files(one.path, fields)
@@ -170,7 +171,9 @@ def _labels(one: DataRequest, fields: DatasetFields, by: str | None) -> dict[str
             value = "" if by is None else row.value.get(by)
             labels[row.place] = RowLabels(str(subset or ""), str(row.value.get("id", "")), _as_text(value))
     if by is not None and not any(label.field for label in labels.values()):
-        raise DataError(f"--by {by}: no row of {one.path} has a field {by}. Give the name of a field of the rows.")
+        raise DataError(
+            f"{option('by', by)}: no row of {one.path} has a field {by}. Give the name of a field of the rows."
+        )
     return labels
 
 

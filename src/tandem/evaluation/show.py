@@ -9,6 +9,7 @@ from rich.text import Text
 from tandem.evaluation.compare import LISTED_PAIRS
 from tandem.evaluation.intervals import Estimate
 from tandem.evaluation.records import Benchmark, Comparison, Evaluation, Group
+from tandem.terminal.arguments import option
 from tandem.terminal.console import SafeConsole
 from tandem.terminal.printable import escaped, listed
 from tandem.terminal.text import table, wrap
@@ -75,7 +76,7 @@ def _heading(found: Evaluation) -> str:
         return f"{found.model}: tasks of the LM Evaluation Harness"
     how = {
         "implicit reward": f"implicit rewards of {found.loss}, beta {found.beta:g}" if found.beta is not None else "",
-        "log-probability": "log-probabilities only; implicit rewards need --reference MODEL",
+        "log-probability": f"log-probabilities only; implicit rewards need {option('reference', metavar='MODEL')}",
         "model score": "scores of the model",
     }[found.scored_by]
     against = f", reference {found.reference}" if found.reference else ""

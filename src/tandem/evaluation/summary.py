@@ -130,7 +130,7 @@ class PairResults:
         return self.groups({f"{number} apart": distance == number for number in range(1, int(distance.max()) + 1)})
 
     def by_field(self) -> tuple[Group, ...]:
-        """By the field of --by, or by the subset of RewardBench; the largest groups first."""
+        """By the field that `by` names, or by the subset of RewardBench; the largest groups first."""
         labels = [
             label.field or label.subset
             for one in self.measured.sets

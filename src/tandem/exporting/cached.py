@@ -16,6 +16,7 @@ from tandem.errors import CheckpointError
 from tandem.isolation import separate_environment
 from tandem.model.files.source import checkpoint_export
 from tandem.storage.cache import check_cache_dir, is_checkpoint
+from tandem.terminal.arguments import option, setting
 
 
 def export_named_checkpoints(config: Config, say: Callable[[str], None]) -> None:
@@ -33,7 +34,7 @@ def export_checkpoint(key: str, name: str, say: Callable[[str], None]) -> None:
     if not is_checkpoint(Path(name)) or checkpoint_export(key, name).is_dir():
         return
     check_cache_dir()
-    say(f"Exporting {name} to the cache ({key})")
+    say(f"Exporting {name} to the cache ({option(key) if key.isidentifier() else key})")
     merged = ["--merged"] if _has_adapters(Path(name)) else []
     out = ["--out", str(checkpoint_export(key, name))]
     command = [sys.executable, "-P", "-m", "tandem", "export", name, "--no-measure", "--quiet", *merged, *out]
@@ -41,7 +42,7 @@ def export_checkpoint(key: str, name: str, say: Callable[[str], None]) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         said = done.stderr.strip().removeprefix("tandem: error: ").splitlines() or [f"exit code {done.returncode}"]
-        raise CheckpointError(f"{key} = {name}: this checkpoint cannot be exported: {said[0][:1000]}")
+        raise CheckpointError(f"{setting(key, name)}: this checkpoint cannot be exported: {said[0][:1000]}")
 
 
 def _has_adapters(place: Path) -> bool:

@@ -34,6 +34,7 @@ from tandem.model.policy import Policy
 from tandem.report.reporter import Reporter
 from tandem.storage.cache import check_writable
 from tandem.storage.ownership import remove_abandoned
+from tandem.terminal.arguments import option
 from tandem.training.checkpoint.checkpoints import load_weights
 from tandem.training.checkpoint.ranking import Record, records_in
 from tandem.training.checkpoint.saved_state import SavedState
@@ -130,7 +131,7 @@ class _Exporter:
 
     def run(self) -> Exported:
         folder = self.request.folder
-        check_writable(folder.parent, f"--out {folder}: its folder", "Choose another --out.")
+        check_writable(folder.parent, f"{option('out', folder)}: its folder", f"Choose another {option('out')}.")
         remove_abandoned(folder.parent, ".+", is_held=False)
         with self._stage(0):
             saved = verified_state(self.place)
@@ -176,7 +177,9 @@ class _Exporter:
                 measure=measure_and_describe,
             )
         if read_record(self.request.folder).get("made_of") != self.request.made_of:
-            raise ConfigError(f"--out {self.request.folder}: another process wrote there. Choose another --out.")
+            raise ConfigError(
+                f"{option('out', self.request.folder)}: another process wrote there. Choose another {option('out')}."
+            )
         self._report(start, form, in_memory, exported)
         return replace(_read_back(self.request), not_measured=start.not_measured)
 
@@ -280,6 +283,6 @@ class _Exporter:
             self.reporter.warn(f"the export was loaded back, but not measured: {start.not_measured}")
         if form.is_adapter and is_local(start.source) and self.request.repository is not None:
             self.reporter.warn(
-                f"adapter_config.json names the base model by its folder, {base_of_adapter(start.source)}: others cannot load "
-                "it. Set base_model_name_or_path to a name on the hub, or export with --merged."
+                f"adapter_config.json names the base model by its folder, {base_of_adapter(start.source)}: others cannot "
+                f"load it. Set base_model_name_or_path to a name on the hub, or export with {option('form', 'merged')}."
             )

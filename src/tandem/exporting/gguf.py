@@ -10,6 +10,7 @@ from tandem.config.sections.section import expand_home
 from tandem.errors import ConfigError, TandemError, full_disk
 from tandem.isolation import SAFE_PATH, isolated_environment
 from tandem.storage.ownership import temporary_path
+from tandem.terminal.arguments import option
 
 CONVERTER = "convert_hf_to_gguf.py"
 VARIABLE = "LLAMA_CPP"
@@ -18,8 +19,8 @@ SHOWN_CHARACTERS = 500  # of the end of the converter's output
 
 
 def find_converter(given: str | Path | None = None) -> Path:
-    """Return the path of the converter: the file or folder of --llama-cpp, else of LLAMA_CPP, else the file on the PATH."""
-    named = [("--llama-cpp", given), (VARIABLE, os.environ.get(VARIABLE))]
+    """Return the path of the converter: the file or folder that is given, else of LLAMA_CPP, else the file on the PATH."""
+    named = [("llama_cpp", given), (VARIABLE, os.environ.get(VARIABLE))]
     for origin, place in named:
         if not place:
             continue
@@ -27,14 +28,16 @@ def find_converter(given: str | Path | None = None) -> Path:
         path = path / CONVERTER if path.is_dir() else path
         if not path.is_file():
             raise ConfigError(
-                f"{origin} = {place}: there is no {CONVERTER}. Give a checkout of llama.cpp, or the path of that file."
+                f"{option('llama_cpp', place) if origin == 'llama_cpp' else f'{VARIABLE}={place}'}: there is no "
+                f"{CONVERTER}. Give a checkout of llama.cpp, or the path of that file."
             )
         return path
     if (found := shutil.which(CONVERTER)) is not None:
         return Path(found)
     raise ConfigError(
-        f"--gguf: {CONVERTER} was not found. It is part of llama.cpp: clone https://github.com/ggml-org/llama.cpp, and give its "
-        f"folder by --llama-cpp DIR or {VARIABLE}=DIR."
+        f"{option('gguf', True)}: {CONVERTER} was not found. It is part of llama.cpp: clone "
+        f"https://github.com/ggml-org/llama.cpp, and give its folder by {option('llama_cpp', metavar='DIR')} or "
+        f"{VARIABLE}=DIR."
     )
 
 

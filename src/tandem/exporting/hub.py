@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError, TandemError
+from tandem.terminal.arguments import option
 
 MEGABYTE = 1_000_000
 
@@ -34,17 +35,18 @@ def check_repository(name: str, *, dry_run: bool) -> None:
     except HFValidationError:
         is_valid = False
     if not is_valid:
-        raise ConfigError(f"--push-to-hub {name}: not the name of a repository. Write OWNER/NAME.")
+        raise ConfigError(f"{option('push_to_hub', name)}: not the name of a repository. Write OWNER/NAME.")
     if dry_run:
         return
     if constants.HF_HUB_OFFLINE:
         raise ConfigError(
-            f"--push-to-hub {name}: HF_HUB_OFFLINE is set, so nothing can be uploaded. Unset it, or add --dry-run."
+            f"{option('push_to_hub', name)}: HF_HUB_OFFLINE is set, so nothing can be uploaded. Unset it, or add "
+            f"{option('dry_run', True)}."
         )
     if get_token() is None:
         raise ConfigError(
-            f"--push-to-hub {name}: there is no token for the hub. Set HF_TOKEN to a token with write access, or run "
-            "`hf auth login`."
+            f"{option('push_to_hub', name)}: there is no token for the hub. Set HF_TOKEN to a token with write access, or "
+            "run `hf auth login`."
         )
 
 
@@ -80,8 +82,8 @@ def push(folder: Path, repository: str, *, step: int, dry_run: bool, api: Any = 
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise TandemError(
-            f"--push-to-hub {repository}: the hub refused the upload ({type(error).__name__}: {reason}). The export in {folder} "
-            "is complete; the same command uploads it again."
+            f"{option('push_to_hub', repository)}: the hub refused the upload ({type(error).__name__}: {reason}). The "
+            f"export in {folder} is complete; the same command uploads it again."
         ) from None
     return Upload(repository, files, f"https://huggingface.co/{repository}")
 

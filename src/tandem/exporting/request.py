@@ -16,7 +16,8 @@ from tandem.exporting.gguf import find_converter
 from tandem.exporting.hub import check_repository
 from tandem.storage.cache import is_checkpoint, is_export, read_json, real_path, sha256_of
 from tandem.storage.ownership import step_in
-from tandem.terminal.commands import tandem_command
+from tandem.terminal.arguments import option
+from tandem.terminal.commands import resume_call
 from tandem.training.run.directory import checkpoint_dir, is_finished, refuse_links, why_not_a_run
 
 RECORD = "tandem_export.json"  # says which checkpoint an export was made from, with which settings
@@ -67,14 +68,17 @@ def request_export(
     """Find the checkpoint and its configuration, and check the options. `tandem export --help` explains the options."""
     if dry_run and push_to_hub is None:
         raise ConfigError(
-            "--dry-run lists what --push-to-hub would upload. Add --push-to-hub REPO, or leave out --dry-run."
+            f"{option('dry_run')} lists what {option('push_to_hub')} would upload. Add "
+            f"{option('push_to_hub', metavar='REPO')}, or leave out {option('dry_run')}."
         )
     given = Path(expand_home(str(run)))
     loaded = load_config(str(_config_file(given)), [], allow_env, allow_code=allow_code)
     found = _find(given, checkpoint or None, loaded.config)
     config = _with_options(loaded.config, dtype, form, max_shard_size, found)
     if gguf and config.policy.lora.enabled and not config.export.merge_lora:
-        raise ConfigError("--gguf converts a complete model, not adapters alone. Add --merged.")
+        raise ConfigError(
+            f"{option('gguf')} converts a complete model, not adapters alone. Add {option('form', 'merged')}."
+        )
     converter = find_converter(llama_cpp) if gguf else None
     if push_to_hub is not None:
         check_repository(push_to_hub, dry_run=dry_run)
@@ -132,7 +136,9 @@ def _run_of(place: Path) -> Path | None:
 def _find(given: Path, checkpoint: str | None, config: Config) -> Checkpoint:
     if is_checkpoint(given):
         if checkpoint is not None:
-            raise ConfigError(f"--checkpoint {checkpoint}: {given} is a checkpoint itself. Leave out --checkpoint.")
+            raise ConfigError(
+                f"{option('checkpoint', checkpoint)}: {given} is a checkpoint itself. Leave out {option('checkpoint')}."
+            )
         place = real_path(given)
         step = step_in(place.name)
         if step is None:
@@ -150,7 +156,7 @@ def _find(given: Path, checkpoint: str | None, config: Config) -> Checkpoint:
     if step not in steps:
         has = ", ".join(f"step_{one}" for one in steps)
         raise CheckpointError(
-            f"--checkpoint {asked}: {folder} has no such checkpoint. Use best, latest, or one of these: {has}."
+            f"{option('checkpoint', asked)}: {folder} has no such checkpoint. Use best, latest, or one of these: {has}."
         )
     return Checkpoint(folder / f"step_{step}", step, given)
 
@@ -160,7 +166,7 @@ def _why_none(run: Path, config: Config) -> str:
     why = " It was trained with checkpointing.enabled=false." if not config.checkpointing.enabled else ""
     if is_finished(run):
         return f"{why} The model that it exported is in {run / 'model'}."
-    return why or f" Train it first: {tandem_command('train', '--resume', str(run))}"
+    return why or f" Train it first: {resume_call(str(run))}"
 
 
 def _step(asked: str, folder: Path, steps: list[int]) -> int | None:
@@ -179,14 +185,15 @@ def _with_options(
     if form is not None and not config.policy.lora.enabled:
         use = "export" if form == "adapter" else "merge"
         raise ConfigError(
-            f"--{form}: {found.run or found.place} trained all weights, so there are no adapters to {use}. Leave out --{form}."
+            f"{option('form', form)}: {found.run or found.place} trained all weights, so there are no adapters to {use}. "
+            f"Leave out {option('form', form)}."
         )
     dtypes = get_args(Export.model_fields["dtype"].annotation)
     if dtype is not None and dtype not in dtypes:
-        raise ConfigError(f"--dtype {dtype}: not a data type of an export. Use one of {', '.join(dtypes)}.")
+        raise ConfigError(f"{option('dtype', dtype)}: not a data type of an export. Use one of {', '.join(dtypes)}.")
     pattern = Export.model_json_schema()["properties"]["max_shard_size"]["pattern"]
     if max_shard_size is not None and not re.fullmatch(pattern, max_shard_size):
-        raise ConfigError(f"--max-shard-size {max_shard_size}: not a size. Write 5GB or 500MB, for example.")
+        raise ConfigError(f"{option('max_shard_size', max_shard_size)}: not a size. Write 5GB or 500MB, for example.")
     changes: dict[str, Any] = {"max_shard_size": max_shard_size, "dtype": dtype}
     changes["merge_lora"] = None if form is None else form == "merged"
     export = config.export.model_copy(update={key: value for key, value in changes.items() if value is not None})
@@ -196,7 +203,8 @@ def _with_options(
 def _default_folder(found: Checkpoint, dtype: str | None, form: Form | None) -> Path:
     if found.run is None:
         raise ConfigError(
-            f"{found.place}: not in the directory of a run, so the export has no default folder. Add --out DIR."
+            f"{found.place}: not in the directory of a run, so the export has no default folder. Add "
+            f"{option('out', metavar='DIR')}."
         )
     ending = "".join(f"-{one}" for one in (form, dtype) if one is not None and one != "auto")
     return found.run / "exports" / f"step_{found.step}{ending}"
@@ -213,10 +221,10 @@ def _is_written(folder: Path, made_of: dict[str, str]) -> bool:
     """Return whether a folder already contains this export. Raise ConfigError if it contains anything else."""
     if folder.is_symlink() or not os.path.lexists(folder):
         if folder.is_symlink():
-            raise ConfigError(f"--out {folder}: a symbolic link. Give the folder itself, or another one.")
+            raise ConfigError(f"{option('out', folder)}: a symbolic link. Give the folder itself, or another one.")
         return False
     if not folder.is_dir():
-        raise ConfigError(f"--out {folder}: a file, not a folder. Choose another --out.")
+        raise ConfigError(f"{option('out', folder)}: a file, not a folder. Choose another {option('out')}.")
     if not any(folder.iterdir()):
         return False
     record = read_record(folder)
@@ -228,7 +236,7 @@ def _is_written(folder: Path, made_of: dict[str, str]) -> bool:
         else "not empty"
     )
     raise ConfigError(
-        f"--out {folder}: {what}, and tandem does not overwrite it. Choose another folder, or delete this one."
+        f"{option('out', folder)}: {what}, and tandem does not overwrite it. Choose another folder, or delete this one."
     )
 
 

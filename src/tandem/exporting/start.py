@@ -16,6 +16,7 @@ from tandem.model.lora.adapters import load_adapted
 from tandem.model.lora.layers import LoraPlan, start_fingerprint
 from tandem.model.policy import Policy
 from tandem.storage.cache import read_manifest
+from tandem.terminal.arguments import option
 from tandem.training.checkpoint.checkpoints import FORMAT_VERSION
 from tandem.training.checkpoint.saved_state import SavedState, read_state
 from tandem.training.start.machine import Machine, check_machine
@@ -50,7 +51,7 @@ def verified_state(place: Path) -> SavedState:
         version = read_manifest(place, ["state.json"]).get("format_version")
     except ValueError as error:
         others = sorted(path.name for path in place.parent.glob("step_*") if path.is_dir() and path.name != place.name)
-        hint = f" Choose another --checkpoint: {', '.join(others)}." if others else ""
+        hint = f" Choose another {option('checkpoint')}: {', '.join(others)}." if others else ""
         raise CheckpointError(f"{error}. Nothing was exported.{hint}") from None
     if version != FORMAT_VERSION:
         raise CheckpointError(
@@ -67,13 +68,17 @@ def find_start(
 
     If the data cannot be read, the exported model is not evaluated on it, and `Start.not_measured` says why.
     """
-    config, not_measured = _computed_here(given, device), None if measured else "--no-measure was given."
+    config, not_measured = (
+        _computed_here(given, device),
+        None if measured else f"{option('measured', False)} was given.",
+    )
     lora = config.policy.lora
     if lora.quantization is not None and device.type != "cuda":
         if config.export.merge_lora:
             raise MachineError(
-                f"policy.lora.quantization = {lora.quantization}: merging needs the quantised weights, which need a CUDA device, "
-                "and this machine has none. Export the adapters with --adapter, or merge on a machine with a GPU."
+                f"policy.lora.quantization = {lora.quantization}: merging needs the quantised weights, which need a CUDA "
+                f"device, and this machine has none. Export the adapters with {option('form', 'adapter')}, or merge on a "
+                "machine with a GPU."
             )
         not_measured = f"policy.lora.quantization = {lora.quantization} needs a CUDA device."
         unquantised = lora.model_copy(update={"quantization": None})

@@ -15,6 +15,7 @@ from tandem.errors import ConfigError, DataError, TandemError
 from tandem.generation.generate import Named, Opened, opened
 from tandem.generation.records import Engine, EngineSettings, Prompt, Sampling, as_dicts
 from tandem.generation.show import STOPPED, ending_mark, show_answers, shown_completion
+from tandem.terminal.arguments import option
 
 COMMANDS = {
     "/reset": "start a new conversation; the system message stays",
@@ -41,7 +42,8 @@ def speakers(models: Sequence[Named], sampling: Sampling, engine: EngineSettings
     """Load the models that take part."""
     if engine.name == "vllm":
         raise ConfigError(
-            "--engine vllm: chat needs answers word by word. Use transformers, or a vLLM server: --engine http."
+            f"{option('engine', 'vllm')}: chat needs answers word by word. Use transformers, or a vLLM server: "
+            f"{option('engine', 'http')}."
         )
     with ExitStack() as stack:
         loaded = []
@@ -49,8 +51,9 @@ def speakers(models: Sequence[Named], sampling: Sampling, engine: EngineSettings
             ready = stack.enter_context(opened(model, sampling, engine))
             if ready.found is not None and ready.found.template.source is None:
                 raise ConfigError(
-                    f"{model.option} {model.name}: no chat template, so it cannot hold a conversation. Give one with "
-                    "--chat-template FILE.jinja, or continue a text with tandem generate --prompt TEXT."
+                    f"{option(model.argument, model.name)}: no chat template, so it cannot hold a conversation. Give one "
+                    f"with {option('chat_template', metavar='FILE.jinja')}, or continue a text with tandem generate "
+                    "--prompt TEXT."
                 )
             loaded.append((model, ready))
         yield [Speaker(model.name, ready, stack.enter_context(closing(ready.start()))) for model, ready in loaded]

@@ -16,8 +16,9 @@ from tandem.generation.records import Answer, Engine, EngineSettings, Prompt, Re
 from tandem.generation.render import Renderer, check_lengths
 from tandem.generation.target import FoundModel, Target, find_target, open_target
 from tandem.model.files.source import check_path
+from tandem.terminal.arguments import option
 
-MODEL, COMPARE = "MODEL", "--compare"  # how messages name the two models
+MODEL, COMPARE = "model", "compare"  # the arguments that name the two models
 Progress = Callable[..., AbstractContextManager[Callable[..., None]]]
 
 
@@ -38,9 +39,9 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A model by the option that names it. The target is None if a server has the model."""
+    """A model by the argument that names it. The target is None if a server has the model."""
 
-    option: str
+    argument: str
     name: str
     target: Target | None
 
@@ -77,13 +78,14 @@ def name_models(model: str, compare: str | None, engine: EngineSettings) -> list
     check_engine(engine)
     given = [(MODEL, model)] if compare is None else [(MODEL, model), (COMPARE, compare)]
     if model == compare:
-        raise ConfigError(f"--compare {compare}: the same as MODEL. Give another model.")
+        raise ConfigError(f"{option(COMPARE, compare)}: the same as {option(MODEL)}. Give another model.")
     models = [
-        Named(option, name, None if engine.name == "http" else find_target(option, name)) for option, name in given
+        Named(argument, name, None if engine.name == "http" else find_target(argument, name))
+        for argument, name in given
     ]
     for one in models:
         if one.target is not None and not Path(one.target.model).exists():  # on the hub, or nowhere
-            check_path(one.option, one.target.model)
+            check_path(one.argument, one.target.model)
     return models
 
 
@@ -91,36 +93,38 @@ def export_checkpoints(models: Sequence[Named], say: Callable[[str], None]) -> N
     """Export the models that are checkpoints to the cache, and say so. Without this call, they are exported silently."""
     for model in models:
         if model.target is not None:
-            export_checkpoint(model.option, model.target.model, say)
+            export_checkpoint(model.argument, model.target.model, say)
 
 
 def check_engine(engine: EngineSettings) -> None:
     """Refuse an unknown engine, and settings that it would ignore."""
     if engine.name not in ("transformers", "vllm", "http"):
-        raise ConfigError(f"--engine {engine.name}: not an engine. Give transformers, vllm or http.")
+        raise ConfigError(f"{option('engine', engine.name)}: not an engine. Give transformers, vllm or http.")
     plain, is_http = EngineSettings(), engine.name == "http"
-    for option, name, has_effect in (
-        ("--batch-size", "batch_size", engine.name == "transformers"),
-        ("--batching", "batching", engine.name == "transformers"),
-        ("--chat-template", "chat_template", not is_http),
-        ("--vllm-python", "vllm_python", engine.name == "vllm"),
-        ("--base-url", "base_url", is_http),
-        ("--endpoint", "endpoint", is_http),
-        ("--api-key-env", "api_key_env", is_http),
-        ("--timeout", "timeout_seconds", is_http),
-        ("--concurrency", "concurrency", is_http),
-        ("--token-ids", "token_ids", is_http),
+    for name, has_effect in (
+        ("batch_size", engine.name == "transformers"),
+        ("batching", engine.name == "transformers"),
+        ("chat_template", not is_http),
+        ("vllm_python", engine.name == "vllm"),
+        ("base_url", is_http),
+        ("endpoint", is_http),
+        ("api_key_env", is_http),
+        ("timeout_seconds", is_http),
+        ("concurrency", is_http),
+        ("token_ids", is_http),
     ):
         if not has_effect and getattr(engine, name) != getattr(plain, name):
-            raise ConfigError(f"{option} has no effect with --engine {engine.name}. Leave it out.")
+            raise ConfigError(f"{option(name)} has no effect with {option('engine', engine.name)}. Leave it out.")
     if engine.batch_size is not None and engine.batch_size < 1:
-        raise ConfigError(f"--batch-size {engine.batch_size}: give auto or a number of sequences from 1.")
+        raise ConfigError(
+            f"{option('batch_size', engine.batch_size)}: give a number of sequences from 1, or leave it out."
+        )
     if engine.batching not in ("auto", "padded", "continuous"):
-        raise ConfigError(f"--batching {engine.batching}: give auto, padded or continuous.")
+        raise ConfigError(f"{option('batching', engine.batching)}: give auto, padded or continuous.")
     if engine.endpoint not in ("chat", "completions"):
-        raise ConfigError(f"--endpoint {engine.endpoint}: give chat or completions.")
+        raise ConfigError(f"{option('endpoint', engine.endpoint)}: give chat or completions.")
     if engine.concurrency < 1 or engine.timeout_seconds <= 0:
-        raise ConfigError("--concurrency and --timeout must be positive numbers.")
+        raise ConfigError(f"{option('concurrency')} and {option('timeout_seconds')} must be positive numbers.")
     if engine.name == "vllm":
         from tandem.generation.vllm_engine import check_vllm
 
@@ -286,7 +290,7 @@ def opened(model: Named, sampling: Sampling, engine: EngineSettings) -> Iterator
 
         yield Opened(model, None, None, lambda: HttpEngine(model.name, sampling, engine))
         return
-    found = open_target(model.option, model.target, engine.chat_template)
+    found = open_target(model.argument, model.target, engine.chat_template)
     with Renderer(found.template) as renderer:
         end_of_turn = renderer.end_of_turn()
 

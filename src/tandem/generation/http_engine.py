@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from tandem.errors import ConfigError, DataError, one_line
 from tandem.generation.records import Answer, EngineSettings, Request, Sampling, as_dicts
+from tandem.terminal.arguments import option
 from tandem.terminal.printable import SECRETS
 
 T = TypeVar("T")
@@ -17,6 +18,7 @@ FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 60.0
 FIRST_RETRIES = 1  # to connect to a server that has not answered yet
 PASSING = (408, 429, 500, 502, 503, 504)
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
+EXAMPLE_URL = "http://localhost:8000/v1"
 PATHS = {"chat": "/chat/completions", "completions": "/completions"}
 
 
@@ -24,9 +26,11 @@ def check_server(settings: EngineSettings) -> str:
     """The base URL, after checking everything that does not need the server."""
     url = settings.base_url
     if url is None:
-        raise ConfigError("--engine http: which server? Give its address, such as --base-url http://localhost:8000/v1.")
+        raise ConfigError(
+            f"{option('engine', 'http')}: which server? Give its address, such as {option('base_url', EXAMPLE_URL)}."
+        )
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--base-url {url}: not a URL. Give one such as http://localhost:8000/v1.")
+        raise ConfigError(f"{option('base_url', url)}: not a URL. Give one such as {EXAMPLE_URL}.")
     _api_key(settings)
     return url.rstrip("/")
 
@@ -38,10 +42,12 @@ def _api_key(settings: EngineSettings) -> str | None:
     value = os.environ.get(name, "").strip()
     if not value:
         raise ConfigError(
-            f"--api-key-env {name}: this environment variable is not set. Set it to the key, or leave this out."
+            f"{option('api_key_env', name)}: this environment variable is not set. Set it to the key, or leave this out."
         )
     if not value.isascii() or not value.isprintable():
-        raise ConfigError(f"--api-key-env {name}: the value is not a key: it has characters that a header cannot hold.")
+        raise ConfigError(
+            f"{option('api_key_env', name)}: the value is not a key: it has characters that a header cannot hold."
+        )
     SECRETS.add(name, value, ())
     return value
 
@@ -124,8 +130,8 @@ class HttpEngine:
         if self._settings.endpoint == "completions":
             if not isinstance(prompt, str) or request.prompt.tools:
                 raise DataError(
-                    f"{request.prompt.place}: the prompt is a list of messages or has tools, and --endpoint completions takes "
-                    "plain text. Use --endpoint chat."
+                    f"{request.prompt.place}: the prompt is a list of messages or has tools, and "
+                    f"{option('endpoint', 'completions')} takes plain text. Use {option('endpoint', 'chat')}."
                 )
             asked: dict[str, Any] = {"prompt": prompt}
         else:
@@ -174,8 +180,8 @@ class HttpEngine:
     def _garbage(self, body: str) -> ConfigError:
         start = one_line(Exception(body))[:80]
         return ConfigError(
-            f"{self._url}: not the answer of an OpenAI-compatible server ({start!r}). Check --base-url, which usually ends in "
-            "/v1."
+            f"{self._url}: not the answer of an OpenAI-compatible server ({start!r}). Check {option('base_url')}, which "
+            "usually ends in /v1."
         )
 
     def _refused(self, status: int, body: str) -> ConfigError:
@@ -183,24 +189,29 @@ class HttpEngine:
         if status in (401, 403):
             what = f"refuses the key in {name}" if name else "requires a key"
             hint = (
-                "Check the key." if name else "Put it into an environment variable, and name that: --api-key-env NAME."
+                "Check the key."
+                if name
+                else f"Put it into an environment variable, and name that: {option('api_key_env', metavar='NAME')}."
             )
             return ConfigError(f"{self._url}: the server {what} (HTTP {status}). {hint}")
         said = _error_text(body)
         if status == 404:
             return ConfigError(
-                f"{self._url}: not found (HTTP 404{said}). Check --base-url, which usually ends in /v1, and the name of the "
-                f"model: {self._model}."
+                f"{self._url}: not found (HTTP 404{said}). Check {option('base_url')}, which usually ends in /v1, and the "
+                f"name of the model: {self._model}."
             )
         if status in PASSING:
             return ConfigError(
-                f"{self._url}: HTTP {status} after {RETRIES + 1} attempts{said}. Try again later, or lower --concurrency."
+                f"{self._url}: HTTP {status} after {RETRIES + 1} attempts{said}. Try again later, or lower "
+                f"{option('concurrency')}."
             )
         return ConfigError(f"{self._url}: the server refuses the request (HTTP {status}{said}).")
 
     def _unreachable(self, error: Exception) -> ConfigError:
         reason = one_line(error)
-        return ConfigError(f"{self._url}: the server does not answer ({reason}). Start it, or check --base-url.")
+        return ConfigError(
+            f"{self._url}: the server does not answer ({reason}). Start it, or check {option('base_url')}."
+        )
 
 
 def _limited(response: Any) -> str:

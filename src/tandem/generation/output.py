@@ -12,6 +12,7 @@ from tandem.errors import ConfigError, DataError, DiskError, full_disk
 from tandem.generation.records import Answer, Prompt, as_json_prompt
 from tandem.storage.cache import fingerprint, replacing
 from tandem.storage.ownership import open_own
+from tandem.terminal.arguments import option
 from tandem.terminal.printable import listed
 
 # Facts about how a line was made that do not have to match when a file is continued.
@@ -71,11 +72,13 @@ class OutputFile:
         try:
             self._file: IO[bytes] = open_own(path, "ab")
         except OSError as error:
-            raise ConfigError(f"--out {path}: {error.strerror}. Choose another file.") from None
+            raise ConfigError(f"{option('out', path)}: {error.strerror}. Choose another file.") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ConfigError(f"--out {path}: another process is writing to it. Choose another file.") from None
+            raise ConfigError(
+                f"{option('out', path)}: another process is writing to it. Choose another file."
+            ) from None
         self._records = self._read()
 
     def __enter__(self) -> "OutputFile":
@@ -94,7 +97,7 @@ class OutputFile:
             made = record["generated_by"]
             if made.get("model") != made_now["model"]:
                 continue
-            refuse_other_settings(f"--out {self.path}:{number}", made, made_now)
+            refuse_other_settings(f"{self.path}:{number}", made, made_now)
             if not (type(record.get("id")) is int and 0 <= record["id"] < len(prompts)):
                 raise self._foreign(number)
             found[record["id"]] = record
@@ -105,7 +108,7 @@ class OutputFile:
             model = record["generated_by"].get("model")
             if model not in models:
                 raise ConfigError(
-                    f"--out {self.path}:{number}: made with the model {model}, not {listed(models)}. Choose another file."
+                    f"{self.path}:{number}: made with the model {model}, not {listed(models)}. Choose another file."
                 )
 
     def write(self, record: Record) -> None:
@@ -117,7 +120,7 @@ class OutputFile:
             if full_disk(error) is None:
                 raise
             raise DiskError(
-                f"--out {self.path}: the disk is full. Every line before is complete: free some space, and run the same command "
+                f"{self.path}: the disk is full. Every line before is complete: free some space, and run the same command "
                 "to continue."
             ) from None
 
@@ -151,7 +154,7 @@ class OutputFile:
 
     def _foreign(self, number: int) -> DataError:
         return DataError(
-            f"--out {self.path}:{number}: not a line that tandem generate wrote, and files are never overwritten. Choose another "
+            f"{self.path}:{number}: not a line that tandem generate wrote, and files are never overwritten. Choose another "
             "file."
         )
 

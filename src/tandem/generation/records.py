@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from tandem.data.formats.preference import Message, TextOrMessages
 from tandem.errors import ConfigError
+from tandem.terminal.arguments import option
 
 DEFAULT_MAX_NEW_TOKENS = 256
 MAX_SAMPLES = 4096
@@ -48,24 +49,27 @@ def make_sampling(
 ) -> Sampling:
     """Check the options; None means that an option was not given. An option that would have no effect is refused."""
     if not 1 <= num_samples <= MAX_SAMPLES:
-        raise ConfigError(f"-n {num_samples}: give a number of completions from 1 to {MAX_SAMPLES:,}.")
+        raise ConfigError(
+            f"{option('num_samples', num_samples)}: give a number of completions from 1 to {MAX_SAMPLES:,}."
+        )
     if max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens {max_new_tokens}: give a number of tokens from 1.")
+        raise ConfigError(f"{option('max_new_tokens', max_new_tokens)}: give a number of tokens from 1.")
     if temperature is not None and not (math.isfinite(temperature) and temperature >= 0):
-        raise ConfigError(f"--temperature {temperature}: give 0 (greedy) or a positive number, such as 0.8.")
+        raise ConfigError(f"{option('temperature', temperature)}: give 0 (greedy) or a positive number, such as 0.8.")
     if top_p is not None and not 0 < top_p <= 1:
-        raise ConfigError(f"--top-p {top_p}: give a probability above 0 and up to 1, such as 0.95.")
+        raise ConfigError(f"{option('top_p', top_p)}: give a probability above 0 and up to 1, such as 0.95.")
     if seed is not None and not 0 <= seed <= MAX_SEED:
-        raise ConfigError(f"--seed {seed}: give an integer from 0 to {MAX_SEED}.")
+        raise ConfigError(f"{option('seed', seed)}: give an integer from 0 to {MAX_SEED}.")
     if not temperature:
-        for option, value in (("--top-p", top_p), ("--seed", seed)):
+        for name, value in (("top_p", top_p), ("seed", seed)):
             if value is not None:
                 raise ConfigError(
-                    f"{option} {value}: has no effect without sampling. Add --temperature 0.8, or leave it out."
+                    f"{option(name, value)}: has no effect without sampling. Add {option('temperature', 0.8)}, or leave it out."
                 )
         if num_samples > 1:
             raise ConfigError(
-                f"-n {num_samples}: without sampling, every completion of a prompt would be the same. Add --temperature 0.8."
+                f"{option('num_samples', num_samples)}: without sampling, every completion of a prompt would be the same. "
+                f"Add {option('temperature', 0.8)}."
             )
     return Sampling(
         num_samples=num_samples,

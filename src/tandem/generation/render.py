@@ -12,7 +12,8 @@ from tandem.data.text.template import PROBE, Template
 from tandem.data.text.tokens import encode_prompt, tokenize
 from tandem.errors import DataError
 from tandem.generation.records import Prompt
-from tandem.generation.target import FoundModel, in_words_of_options
+from tandem.generation.target import FoundModel, about_own_argument
+from tandem.terminal.arguments import option
 
 CHUNK = 64  # prompts per message to the process
 NO_LIMIT = 2**31 - 1
@@ -50,18 +51,18 @@ class Renderer:
             place = next((prompt.place for prompt in prompts if prompt.index == stalled.row), first)
             raise DataError(
                 f"{place}: the chat template does not come to an end: {ROW_SECONDS:g} seconds passed. Give another with "
-                "--chat-template FILE.jinja."
+                f"{option('chat_template', metavar='FILE.jinja')}."
             ) from None
         except WorkerDied:
             raise DataError(
                 f"{first}: the process that ran the chat template was killed. Out of memory? Give another template with "
-                "--chat-template FILE.jinja."
+                f"{option('chat_template', metavar='FILE.jinja')}."
             ) from None
 
     @staticmethod
     def _checked(ids: tuple[int, ...] | RowError) -> tuple[int, ...]:
         if isinstance(ids, RowError):
-            raise DataError(in_words_of_options(str(ids)))
+            raise DataError(about_own_argument(str(ids)))
         return ids
 
 

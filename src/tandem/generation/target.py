@@ -25,7 +25,8 @@ from tandem.model.files.source import (
     weights_fingerprint,
 )
 from tandem.storage.cache import content_of, fingerprint, is_checkpoint, is_export
-from tandem.terminal.commands import tandem_command
+from tandem.terminal.arguments import option
+from tandem.terminal.commands import export_call, resume_call
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -61,38 +62,38 @@ class FoundModel:
         return fingerprint(weights_fingerprint(self.source), self.template.source, self.template.kwargs, *parts)
 
 
-def find_target(option: str, name: str) -> Target:
+def find_target(argument: str, name: str) -> Target:
     """Resolve MODEL|RUN. A run means the model in its folder `model`, with the chat template that it trained with.
 
     A checkpoint means the model that `tandem export` writes from it; `open_target` exports it to the cache.
     """
     folder = Path(name)
     if name == EMBEDDED or not folder.exists():
-        refuse_missing_model(f"{option} {name}", name)
+        refuse_missing_model(option(argument, name), name)
         return Target(name, name)
     if not folder.is_dir():
         raise ConfigError(
-            f"{option} {name}: a file, not a folder. Give a model folder, a hub name, or a run directory."
+            f"{option(argument, name)}: a file, not a folder. Give a model folder, a hub name, or a run directory."
         )
     if is_checkpoint(folder):
-        checkpoint_export(option, name)  # raises an error if it is damaged
+        checkpoint_export(argument, name)  # raises an error if it is damaged
         return Target(name, name, tokenizer=_stored_tokenizer(folder))
     if (folder / "config.yaml").is_file() and not is_export(folder):
-        return _run_target(option, name, folder)
+        return _run_target(argument, name, folder)
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
-        return _adapter_target(option, name, folder, TokenizerConfig())
+        return _adapter_target(argument, name, folder, TokenizerConfig())
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"{option} {name}: neither a model (it has no config.json) nor a run (it has no config.yaml). Give a model folder, a "
-            "hub name, or a run directory."
+            f"{option(argument, name)}: neither a model (it has no config.json) nor a run (it has no config.yaml). Give a "
+            "model folder, a hub name, or a run directory."
         )
     return Target(name, name)
 
 
-def open_target(option: str, target: Target, chat_template: str | None = None) -> FoundModel:
+def open_target(argument: str, target: Target, chat_template: str | None = None) -> FoundModel:
     """Find and check the files of a model, and load its tokenizer. chat_template: a file, or none for raw text."""
-    export_checkpoint(option, target.model, lambda _: None)
-    source = find_source(option, target.model, None)
+    export_checkpoint(argument, target.model, lambda _: None)
+    source = find_source(argument, target.model, None)
     settings = target.tokenizer
     if chat_template is not None:
         given = None if chat_template == "none" else chat_template
@@ -102,34 +103,34 @@ def open_target(option: str, target: Target, chat_template: str | None = None) -
     try:
         template = make_template(load_tokenizer(target.adapter or source.folder), settings)
     except ConfigError as error:
-        raise ConfigError(in_words_of_options(str(error))) from None
+        raise ConfigError(about_own_argument(str(error))) from None
     return FoundModel(target, source, template)
 
 
-def in_words_of_options(message: str) -> str:
-    """A message about a configuration key, about the option of this command that sets the same."""
-    key, option = "policy.tokenizer.chat_template", "--chat-template"
-    return message.replace(f"{key} = ", f"{option} ").replace(f"{key}=", f"{option} ")
+def about_own_argument(message: str) -> str:
+    """A message about a configuration key, about the argument chat_template, which sets the same here."""
+    key, own = "policy.tokenizer.chat_template", option("chat_template", metavar="")
+    return message.replace(f"{key} = ", own).replace(f"{key}=", own)
 
 
-def _run_target(option: str, name: str, run: Path) -> Target:
+def _run_target(argument: str, name: str, run: Path) -> Target:
     model = run / "model"
     if not is_export(model):
         raise ConfigError(
-            f"{option} {name}: a run without a model: {model} is written when the run is finished. Finish it with "
-            f"{tandem_command('train', '--resume', name)}, or export a checkpoint with {tandem_command('export', name)}."
+            f"{option(argument, name)}: a run without a model: {model} is written when the run is finished. Finish it with "
+            f"{resume_call(name)}, or export a checkpoint with {export_call(name)}."
         )
     settings = _stored_tokenizer(run)
     if (model / ADAPTER_CONFIG).is_file():
-        return _adapter_target(option, name, model, settings)
+        return _adapter_target(argument, name, model, settings)
     return Target(name, str(model), tokenizer=settings)
 
 
-def _adapter_target(option: str, name: str, folder: Path, settings: TokenizerConfig) -> Target:
+def _adapter_target(argument: str, name: str, folder: Path, settings: TokenizerConfig) -> Target:
     base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ConfigError(
-            f"{option} {name}: an adapter whose {ADAPTER_CONFIG} names no base model. Merge it into its base "
+            f"{option(argument, name)}: an adapter whose {ADAPTER_CONFIG} names no base model. Merge it into its base "
             "model, and give that."
         )
     return Target(name, base, adapter=folder, tokenizer=settings)

@@ -17,6 +17,7 @@ from tandem.generation.text import TextStream, completion_text, stop_ids
 from tandem.model.architecture import architecture_of, check_architecture
 from tandem.model.checks.trial import is_out_of_memory
 from tandem.model.load import load_policy
+from tandem.terminal.arguments import option
 
 CPU_BATCH = 16  # sequences: larger batches are hardly faster on a CPU, and pad more
 MAX_BATCH = 512
@@ -119,8 +120,8 @@ class TransformersEngine:
             return
         if self._batch_size is not None or len(batch) == 1:
             raise OutOfMemoryError(
-                f"a batch of {len(batch)} sequences of up to {len(batch[0].ids) + self._num_new(batch[0]):,} tokens does not fit "
-                f"in memory. {'Lower --batch-size' if len(batch) > 1 else 'Lower --max-new-tokens'}."
+                f"a batch of {len(batch)} sequences of up to {len(batch[0].ids) + self._num_new(batch[0]):,} tokens does "
+                f"not fit in memory. Lower {option('batch_size' if len(batch) > 1 else 'max_new_tokens')}."
             )
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -185,8 +186,8 @@ class TransformersEngine:
         if problem is not None or len(outputs) != len(block):
             reason = one_line(problem or Exception("an answer is missing"))
             raise ConfigError(
-                f"--batching continuous: transformers could not generate with {self._found.target.name} ({reason}). Use "
-                "--batching padded."
+                f"{option('batching', 'continuous')}: transformers could not generate with {self._found.target.name} "
+                f"({reason}). Use {option('batching', 'padded')}."
             )
         for request, output in zip(block, outputs, strict=True):
             yield self._answer(request, self._up_to_end(output.generated_tokens))
@@ -204,7 +205,8 @@ def choose_batching(asked: Batching, equal_lengths: bool) -> Batching:
     """Padded batches unless continuous ones are asked for, which were not faster on a GPU (benchmarks/LAB_NOTES.md)."""
     if asked == "continuous" and equal_lengths:
         raise ConfigError(
-            "--batching continuous: does not support models with recurrent layers. Use --batching padded."
+            f"{option('batching', 'continuous')}: does not support models with recurrent layers. Use "
+            f"{option('batching', 'padded')}."
         )
     return "padded" if asked == "auto" else asked
 

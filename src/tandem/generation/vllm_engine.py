@@ -14,6 +14,7 @@ from tandem.generation.records import Answer, Request, Sampling
 from tandem.generation.target import FoundModel
 from tandem.generation.text import completion_text
 from tandem.isolation import isolated_environment
+from tandem.terminal.arguments import option
 
 BLOCK = 256  # requests sent at a time: a kill loses at most these
 ENDING_SECONDS = 30.0
@@ -24,11 +25,12 @@ def check_vllm(python: str | None) -> str:
     """The interpreter that has vLLM, before anything is loaded."""
     if python is None:
         raise ConfigError(
-            "--engine vllm: vLLM needs a Python environment of its own. Give its interpreter: --vllm-python /path/to/bin/python."
+            f"{option('engine', 'vllm')}: vLLM needs a Python environment of its own. Give its interpreter: "
+            f"{option('vllm_python', '/path/to/bin/python')}."
         )
     if not Path(python).is_file():
         raise ConfigError(
-            f"--vllm-python {python}: no such file. Give the interpreter of the environment that has vLLM."
+            f"{option('vllm_python', python)}: no such file. Give the interpreter of the environment that has vLLM."
         )
     return python
 
@@ -41,8 +43,8 @@ class VllmEngine:
     def __init__(self, found: FoundModel, stops: tuple[int, ...], sampling: Sampling, python: str):
         if found.target.adapter is not None:
             raise ConfigError(
-                f"--engine vllm: {found.target.name} is an adapter. Give a merged model (tandem export RUN --merged), or use "
-                "--engine transformers."
+                f"{option('engine', 'vllm')}: {found.target.name} is an adapter. Export the run with "
+                f"{option('form', 'merged')}, or use {option('engine', 'transformers')}."
             )
         self._found, self._stops, self._sampling, self._python = found, stops, sampling, python
         self._log = tempfile.TemporaryFile()  # noqa: SIM115, closed in `close`
@@ -57,7 +59,7 @@ class VllmEngine:
                 env=isolated_environment(),
             )
         except OSError as error:
-            raise ConfigError(f"--vllm-python {python}: cannot be started ({error.strerror}).") from None
+            raise ConfigError(f"{option('vllm_python', python)}: cannot be started ({error.strerror}).") from None
         self._send({"model": str(found.source.folder), "dtype": "auto", "max_model_len": found.max_tokens})
         self.version = f"vLLM {self._receive()['ready']}"
 
@@ -130,4 +132,4 @@ class VllmEngine:
         self._log.seek(0)
         printed = self._log.read().decode("utf-8", "replace").strip().splitlines()[-SHOWN_LINES:]
         lines = "\n".join(["", *printed])
-        return ConfigError(f"--engine vllm: the process of {self._python} {what}.{hint}{lines}")
+        return ConfigError(f"{option('engine', 'vllm')}: the process of {self._python} {what}.{hint}{lines}")

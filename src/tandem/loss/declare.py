@@ -14,6 +14,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tandem.errors import ConfigError
+from tandem.terminal.arguments import option
 from tandem.user_code import UserFunction, is_user_function
 
 if TYPE_CHECKING:
@@ -133,7 +134,9 @@ def loss_of(name: str) -> Loss:
 
 def _not_loaded(name: str) -> Loss:
     def refuse(*_: Any, **__: Any) -> Tensor:
-        raise ConfigError(f"dpo.preference_loss = {name}: this code was not loaded. Add --allow-code if you trust it.")
+        raise ConfigError(
+            f"dpo.preference_loss = {name}: this code was not loaded. Add {option('allow_code', True)} if you trust it."
+        )
 
     keys = tuple(dict.fromkeys(key for one in LOSSES.values() for key in one.keys))
     columns = tuple(dict.fromkeys(column for one in LOSSES.values() for column in one.columns if column != "score"))

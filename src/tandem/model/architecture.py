@@ -177,8 +177,8 @@ def check_architecture(source: ModelSource) -> Architecture:
         return architecture_of(source.config)
     except (KeyError, ValueError):  # ValueError: several language models in one
         raise ConfigError(
-            f"{source.key} = {source.name}: model type {source.config.model_type!r} is not a causal language model in "
-            "transformers. Choose a model that generates text."
+            f"{source.place}: model type {source.config.model_type!r} is not a causal language model in transformers. "
+            "Choose a model that generates text."
         ) from None
 
 
@@ -189,14 +189,14 @@ def _refuse_unknown_multimodal(source: ModelSource) -> None:
     config = source.config
     if is_multimodal(config) and getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
-            f"{source.key} = {source.name}: a multimodal checkpoint with quantised weights, whose text model cannot be exported "
-            "again with its other parts. Give the checkpoint that it was quantised from."
+            f"{source.place}: a multimodal checkpoint with quantised weights, whose text model cannot be exported again "
+            "with its other parts. Give the checkpoint that it was quantised from."
         )
     if not is_multimodal(config) and type(config) in AutoModelForImageTextToText._model_mapping:
         raise ConfigError(
-            f"{source.key} = {source.name}: model type {config.model_type!r} is multimodal, and tandem does not know where its "
-            "text model is, to train it and export the rest unchanged. Save its text model as a causal language model and train "
-            f"that, or choose a checkpoint of one of these types: {', '.join(TEXT_MODELS)}."
+            f"{source.place}: model type {config.model_type!r} is multimodal, and tandem does not know where its text "
+            "model is, to train it and export the rest unchanged. Save its text model as a causal language model and "
+            f"train that, or choose a checkpoint of one of these types: {', '.join(TEXT_MODELS)}."
         )
 
 
@@ -306,13 +306,13 @@ def check_packable(source: ModelSource, policy: PolicyConfig) -> None:
     config = source.config.get_text_config()
     if getattr(config, "index_topk", None):
         raise ConfigError(
-            f"{source.key} = {source.name}: its attention selects the tokens that it attends to (index_topk), which packing "
-            "does not support. Train it unpacked: policy.packing.mode=none."
+            f"{source.place}: its attention selects the tokens that it attends to (index_topk), which packing does not "
+            "support. Train it unpacked: policy.packing.mode=none."
         )
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk and policy.max_total_sequence_length > chunk:
         raise ConfigError(
-            f"{source.key} = {source.name}: its attention works in chunks of {chunk} tokens, which packing does not support. Set "
+            f"{source.place}: its attention works in chunks of {chunk} tokens, which packing does not support. Set "
             f"policy.max_total_sequence_length={chunk} or less, or policy.packing.mode=none."
         )
 
@@ -321,14 +321,14 @@ def _refuse_leaking_states(source: ModelSource, architecture: Architecture) -> N
     """Raise ConfigError for recurrent layers whose states would leak from one sequence of a pack into the next."""
     if architecture.scan is None:
         raise ConfigError(
-            f"{source.key} = {source.name}: its recurrent layers ({', '.join(architecture.recurrent)}) carry state along a row, "
-            "so packed sequences would leak into each other. Train it unpacked: policy.packing.mode=none."
+            f"{source.place}: its recurrent layers ({', '.join(architecture.recurrent)}) carry state along a row, so "
+            "packed sequences would leak into each other. Train it unpacked: policy.packing.mode=none."
         )
     first = FIRST_TRANSFORMERS.get(architecture.model_type)
     if first and tuple(map(int, transformers_version.split(".")[:2])) < tuple(map(int, first.split("."))):
         raise ConfigError(
-            f"{source.key} = {source.name}: its recurrent layers ({', '.join(architecture.recurrent)}) can be packed with "
-            f"transformers {first} or later, and {transformers_version} is installed. Upgrade it, or train unpacked: "
+            f"{source.place}: its recurrent layers ({', '.join(architecture.recurrent)}) can be packed with transformers "
+            f"{first} or later, and {transformers_version} is installed. Upgrade it, or train unpacked: "
             "policy.packing.mode=none."
         )
 
@@ -347,8 +347,8 @@ def _refuse_row_dependent_positions(source: ModelSource, policy: PolicyConfig) -
         original = min((one for one in (kind.get("original_max_position_embeddings"), model_limit) if one), default=0)
         if kind.get("rope_type") in ("dynamic", "longrope") and policy.max_total_sequence_length > original:
             raise ConfigError(
-                f"{source.key} = {source.name}: beyond {original} tokens its {kind['rope_type']} position scaling depends on the "
-                "longest sequence computed at the same time, so sequences would change each other. Set "
+                f"{source.place}: beyond {original} tokens its {kind['rope_type']} position scaling depends on the longest "
+                "sequence computed at the same time, so sequences would change each other. Set "
                 f"policy.max_total_sequence_length={original} or less."
             )
 
@@ -356,6 +356,6 @@ def _refuse_row_dependent_positions(source: ModelSource, policy: PolicyConfig) -
 def fixed_attention_error(source: ModelSource) -> ConfigError:
     name = check_architecture(source).model_class.__name__
     return ConfigError(
-        f"{source.key} = {source.name}: the attention of {name} in transformers cannot be replaced, so packed sequences would "
-        "attend to each other. Train it unpacked: policy.packing.mode=none."
+        f"{source.place}: the attention of {name} in transformers cannot be replaced, so packed sequences would attend to "
+        "each other. Train it unpacked: policy.packing.mode=none."
     )

@@ -34,8 +34,8 @@ def load_policy(
     model, found = _read_weights(source, policy, device, dtype=dtype, quantization=quantization)
     if quantization is None and source.key == "policy.model_name" and getattr(model, "is_quantized", False):
         raise ConfigError(
-            f"{source.key} = {source.name}: its weights are quantised ({_quantization_method(source)}), so only its embeddings "
-            "and norms would be trained. Give the model that it was quantised from."
+            f"{source.place}: its weights are quantised ({_quantization_method(source)}), so only its embeddings and norms "
+            "would be trained. Give the model that it was quantised from."
         )
     _refuse_missing_weights(source, model, found["missing_keys"])
     loaded = as_policy(model, source, policy, device)
@@ -93,8 +93,7 @@ def _read_weights(
         raise
     except SafetensorError as error:
         raise ConfigError(
-            f"{source.key} = {source.name}: its weights are not readable as safetensors ({one_line(error)}). "
-            "Is the download complete?"
+            f"{source.place}: its weights are not readable as safetensors ({one_line(error)}). Is the download complete?"
         ) from None
     except Exception as error:
         if is_out_of_memory(error):
@@ -104,8 +103,7 @@ def _read_weights(
         ):  # the model looks attention classes up by name
             raise fixed_attention_error(source) from None
         raise ConfigError(
-            f"{source.key} = {source.name}: transformers cannot load it ({describe(error)}). Choose another model, or "
-            "download it again."
+            f"{source.place}: transformers cannot load it ({describe(error)}). Choose another model, or download it again."
         ) from error
 
 
@@ -116,9 +114,8 @@ def _refuse_missing_weights(source: ModelSource, model: Any, missing: Iterable[s
     if not names:
         return
     raise ConfigError(
-        f"{source.key} = {source.name}: {len(names)} of its {len(parameters)} weights, such as {names[0]}, are in none of its "
-        "files and would be random. Is it a causal language model, saved completely, with the weight names that transformers "
-        "uses?"
+        f"{source.place}: {len(names)} of its {len(parameters)} weights, such as {names[0]}, are in none of its files and "
+        "would be random. Is it a causal language model, saved completely, with the weight names that transformers uses?"
     )
 
 
@@ -141,8 +138,8 @@ def empty_model(source: ModelSource, *, complete: bool = False) -> Any:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{source.key} = {source.name}: transformers cannot build a {source.config.model_type} model from this "
-            f"configuration ({describe(error)}). Choose another model."
+            f"{source.place}: transformers cannot build a {source.config.model_type} model from this configuration "
+            f"({describe(error)}). Choose another model."
         ) from None
 
 

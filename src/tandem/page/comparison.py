@@ -50,6 +50,9 @@ def _unscaled_margin(run: Run, record: Record) -> float:
     return (number_in(record, "rewards_margin_mean") or 0.0) / beta
 
 
+NO_BEST = "it takes two or more finished runs, all validated on the same pairs."
+
+
 def how_clear(*, is_clear: bool, num_equal: int) -> str:
     """Say in a sentence how sure it is that the best run is better than the others."""
     if is_clear:

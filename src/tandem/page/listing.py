@@ -38,7 +38,8 @@ def list_row(run: Run) -> list[str]:
 def changed_keys(runs: Sequence[Run]) -> list[list[str]]:
     """Of a single run, its changed keys as key=value; of several, the keys in which they differ."""
     keys = differing_keys(runs) if len(runs) > 1 else runs[0].changed
-    return [[f"{key}={_shortened(run.config.get(key))}" for key in keys] for run in runs]
+    # A run without a set, for instance, has none of its keys.
+    return [[f"{key}={_shortened(run.config[key])}" for key in keys if key in run.config] for run in runs]
 
 
 def _num_warnings(run: Run) -> str:

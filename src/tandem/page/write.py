@@ -14,6 +14,7 @@ from tandem.page.html import joined, tag
 from tandem.page.sections import curves, headline, settings, summary, verdicts_of
 from tandem.runs import Run, open_run
 from tandem.storage.cache import replacing
+from tandem.terminal.arguments import option
 from tandem.training.run.directory import SWEEP_FILE
 
 SECTIONS = {
@@ -57,7 +58,9 @@ def write_report(
     try:
         write_page(found, page)
     except OSError as error:
-        raise ConfigError(f"{page}: cannot be written ({error.strerror}). Choose another file with --out.") from None
+        raise ConfigError(
+            f"{page}: cannot be written ({error.strerror}). Choose another file with {option('out', metavar='FILE')}."
+        ) from None
     best = best_of(found) if len(found) > 1 else None
     return Report(page=page, runs=found, best=best)
 
@@ -78,11 +81,16 @@ def _is_run(path: Path) -> bool:
 def check_page(page: Path) -> None:
     """Refuse to write to a place that holds something else than an earlier page."""
     if page.is_dir():
-        raise ConfigError(f"{page}: a directory. Give the name of a file with --out.")
+        raise ConfigError(f"{page}: a directory. Give the name of a file with {option('out', metavar='FILE')}.")
     if not page.parent.is_dir() or not os.access(page.parent, os.W_OK):
-        raise ConfigError(f"{page}: {page.parent} is not a writable directory. Choose another file with --out.")
+        raise ConfigError(
+            f"{page}: {page.parent} is not a writable directory. Choose another file with {option('out', metavar='FILE')}."
+        )
     if os.path.lexists(page) and not is_page(page):
-        raise ConfigError(f"{page}: exists and is not a page of tandem, so it is kept. Choose another file with --out.")
+        raise ConfigError(
+            f"{page}: exists and is not a page of tandem, so it is kept. Choose another file with "
+            f"{option('out', metavar='FILE')}."
+        )
 
 
 def is_page(path: Path) -> bool:

@@ -13,6 +13,7 @@ from tandem.config.sections.dpo import Dpo
 from tandem.data.store.selection import Preferences
 from tandem.errors import ConfigError
 from tandem.storage.cache import replacing
+from tandem.terminal.arguments import option
 
 if TYPE_CHECKING:
     from tandem.training.metrics import PairTable
@@ -32,7 +33,7 @@ METRIC_COLUMNS = (
 
 
 class PerPairFile:
-    """The file that --per-pair writes. The file has a temporary name until it is complete."""
+    """The file with the metrics of every pair. The file has a temporary name until it is complete."""
 
     def __init__(self, path: Path, dpo: Dpo):
         self.path = path
@@ -64,9 +65,9 @@ class PerPairFile:
 def check_per_pair(path: Path) -> None:
     """Raise ConfigError, before training starts, if the file cannot be written."""
     if path.is_dir():
-        raise ConfigError(f"--per-pair {path}: a directory. Give the name of a file.")
+        raise ConfigError(f"{option('per_pair', path)}: a directory. Give the name of a file.")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--per-pair {path}: {path.parent} is not a writable directory. Create it first.")
+        raise ConfigError(f"{option('per_pair', path)}: {path.parent} is not a writable directory. Create it first.")
 
 
 def _number(name: str, value: Any) -> float | int | None:

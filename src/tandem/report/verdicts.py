@@ -10,6 +10,7 @@ from math import hypot, isfinite, sqrt
 from tandem.config.losses import is_dpo, lowers_chosen, needs_scores, supports
 from tandem.config.schema import Config
 from tandem.report.history import LOSS_ERROR, History, is_complete, on_last_pairs, quarter_means
+from tandem.terminal.arguments import option
 from tandem.training.checkpoint.ranking import Record
 
 STANDARD_ERRORS = 2.0  # an accuracy that differs from the start by this many is significant
@@ -149,7 +150,7 @@ def _accuracy_flat(history: History) -> str | None:
         lowest = min(history.records, key=lambda record: record["loss"])
         longer = "Train longer or with a larger policy.optimizer.kwargs.lr"
         what = f"The loss has risen: {SMALLER_RATE}" if _has_risen(history, lowest) else longer
-        advice = f"{what}; if that does not help, read the pairs that --per-pair FILE writes."
+        advice = f"{what}; if that does not help, read the pairs that {option('per_pair', metavar='FILE')} writes."
     return (
         f"accuracy is flat: {last['accuracy']:.3f} on {last['num_pairs']:,} pairs is not significantly different from "
         f"{guess:.3f} ({guess + error:.3f} would be). {advice}"

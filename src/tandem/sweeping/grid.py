@@ -16,7 +16,7 @@ from tandem.terminal.commands import override
 MAX_RUNS = 200  # the comparison page shows at most this many
 # Keys that say where a run writes, or that the runs of a sweep share.
 NOT_SWEPT = {
-    "run.dir": "each run gets a directory in that of the sweep, which --out sets",
+    "run.dir": "each run gets a directory in that of the sweep",
     "run.name": "a run is named after its values",
     "checkpointing.checkpoint_dir": "each run keeps its checkpoints in its own directory",
     "logger.log_dir": "each run writes to a subfolder with its name",

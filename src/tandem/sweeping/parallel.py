@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tandem.config.schema import Config
 from tandem.errors import ConfigError, OutOfMemoryError
+from tandem.terminal.arguments import option
 
 # Memory of a GPU that each process needs besides its tensors: the CUDA context, kernels, and gaps between tensors.
 PROCESS_BYTES = 2**30
@@ -29,7 +30,7 @@ def choose_environments(configs: Sequence[Config], parallel: int | None) -> list
     OutOfMemoryError if as many as `parallel` do not fit in the memory of the GPUs.
     """
     if parallel is not None and parallel < 1:
-        raise ConfigError(f"--parallel {parallel}: at least one run is trained at a time. Write 1 or more.")
+        raise ConfigError(f"{option('parallel', parallel)}: at least one run is trained at a time. Write 1 or more.")
     if len(configs) < 2 or parallel == 1:
         return [{}]
     gpus = visible_gpus()
@@ -53,7 +54,7 @@ def refuse_parallel(configs: Sequence[Config], parallel: int | None) -> None:
     """Raise ConfigError if runs that use several GPUs would be trained at the same time."""
     if parallel is not None and parallel > 1 and any(uses_several_gpus(config) for config in configs):
         raise ConfigError(
-            f"--parallel {parallel}: a run with cluster.gpus_per_node above 1 is trained alone. Leave out one of them."
+            f"{option('parallel', parallel)}: a run with cluster.gpus_per_node above 1 is trained alone. Leave out one of them."
         )
 
 
@@ -73,8 +74,9 @@ def _does_not_fit(needs: Sequence[float], wanted: int, gpus: Gpus) -> str:
     each = -(-wanted // len(gpus.names))
     where = "the GPU has" if len(gpus.names) == 1 else "the smallest GPU has"
     return (
-        f"--parallel {wanted}: {each} runs on one GPU are expected to need {sum(needs[:each]) / GIB:.0f} GiB together, and "
-        f"{where} {gpus.memory / GIB:.0f}. Lower --parallel, or leave it out to train as many at a time as fit."
+        f"{option('parallel', wanted)}: {each} runs on one GPU are expected to need {sum(needs[:each]) / GIB:.0f} GiB "
+        f"together, and {where} {gpus.memory / GIB:.0f}. Lower {option('parallel')}, or leave it out to train as many at a "
+        "time as fit."
     )
 
 

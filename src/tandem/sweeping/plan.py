@@ -19,6 +19,7 @@ from tandem.paths import check_paths
 from tandem.storage.cache import fingerprint, read_json, replacing
 from tandem.storage.ownership import refuse_other_than_file
 from tandem.sweeping.grid import NOT_SWEPT, Combination, Grid, parse_grid
+from tandem.terminal.arguments import option
 from tandem.terminal.commands import key_of, override, tandem_command
 from tandem.training.run.directory import SWEEP_FILE, numbers_in
 
@@ -158,7 +159,7 @@ def choose_folder(plan: SweepPlan, out: str | Path | None) -> Path:
     if out is not None:
         folder = Path(out)
         if os.path.lexists(folder) and not folder.is_dir():
-            raise ConfigError(f"--out {folder}: a file, not a directory. Choose another directory.")
+            raise ConfigError(f"{option('out', folder)}: a file, not a directory. Choose another directory.")
         _refuse_other_content(plan, folder)
         return folder
     numbers = numbers_in(DEFAULT_PARENT, DEFAULT_STEM)
@@ -193,15 +194,16 @@ def _refuse_other_content(plan: SweepPlan, folder: Path) -> None:
     stored = read_plan(folder)
     if stored is None and os.path.lexists(folder / SWEEP_FILE):
         raise CheckpointError(
-            f"{folder / SWEEP_FILE}: damaged. Move it elsewhere, or choose another directory with --out."
+            f"{folder / SWEEP_FILE}: damaged. Move it elsewhere, or choose another directory with {option('out', metavar='DIR')}."
         )
     if stored is not None and not _same(stored, plan):
         raise CheckpointError(
-            f"{folder} holds another sweep. Choose another directory with --out, or continue that sweep with its command:\n"
+            f"{folder} holds another sweep. Choose another directory with {option('out', metavar='DIR')}, or continue that "
+            f"sweep with its command:\n"
             f"  {stored.get('command', 'unknown')}"
         )
     if stored is None and folder.is_dir() and any(_is_foreign(path) for path in folder.iterdir()):
-        raise ConfigError(f"--out {folder}: not empty, and not a sweep. Choose another directory.")
+        raise ConfigError(f"{option('out', folder)}: not empty, and not a sweep. Choose another directory.")
 
 
 def _is_foreign(path: Path) -> bool:

@@ -1,6 +1,6 @@
 """Prints the plan of a sweep, and its result as a table."""
 
-from tandem.page.comparison import how_clear
+from tandem.page.comparison import NO_BEST, how_clear
 from tandem.page.html import percent
 from tandem.report.reporter import Reporter
 from tandem.sweeping.records import SweepResult, SweepRun
@@ -27,9 +27,7 @@ def show_result(result: SweepResult, reporter: Reporter) -> None:
         clear = how_clear(is_clear=result.best_is_clear, num_equal=len(equal) - 1)
         reporter.say(f"* best accuracy: {percent(share)}. {clear}")
     else:
-        reporter.say(
-            "No run is marked as the best: it takes two or more finished runs, all validated on the same pairs."
-        )
+        reporter.say(f"No run is marked as the best: {NO_BEST}")
     if result.page is not None:
         reporter.end(f"{result.page} compares the runs: open it in a browser.")
 

@@ -63,7 +63,7 @@ def run_plan(
     configs = [one.loaded.config for one in unfinished]
     refuse_parallel(configs, parallel)
     environments = choose_environments(configs, 1 if any(map(uses_several_gpus, configs)) else parallel)
-    with locked(folder, "--out"):
+    with locked(folder, "out"):
         remove_abandoned(folder, SWEEP_FILE.replace(".", r"\."), PAGE.replace(".", r"\."), is_held=True)
         write_plan(plan, folder)
         states = {run.name: run for run in runs}

@@ -11,7 +11,9 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from tandem.terminal.arguments import in_command, option
 
 # Text that needs no quotes in an override: not a number or a constant, and without special characters.
 PLAIN_TEXT = re.compile(r"(?!(true|false|null|nan|inf)\Z)[A-Za-z_/][\w/.:-]*", re.IGNORECASE | re.ASCII)
@@ -24,6 +26,19 @@ def tandem_command(*arguments: str) -> str:
     own_scripts = (Path(sys.argv[0]).resolve(), (Path(sys.executable).parent / "tandem").resolve())
     is_on_path = found is not None and Path(found).resolve() in own_scripts
     return shlex.join([*(["tandem"] if is_on_path else [sys.executable, "-P", "-m", "tandem"]), *arguments])
+
+
+def resume_call(run: str) -> str:
+    """Return what resumes a run: a command, or a call from Python."""
+    if in_command():
+        return tandem_command("train", "--resume", run)
+    return f"tandem.train(tandem.load_config({f'{run}/config.yaml'!r}, {[override('run.dir', run)]}))"
+
+
+def export_call(run: str, form: Literal["adapter"] | None = None) -> str:
+    """Return what exports a run or a checkpoint: a command, or a call from Python."""
+    asked = [] if form is None else [option("form", form)]
+    return tandem_command("export", run, *asked) if in_command() else f"tandem.export({', '.join([repr(run), *asked])})"
 
 
 def python_command(code: str) -> str:

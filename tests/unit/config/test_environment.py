@@ -14,6 +14,8 @@ from tandem.paths import check_run
 from tandem.report.trackers.adapters import Opening
 from tandem.training.run.directory import refuse_other_config
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 CANARY = "hf_CANARYcanary/42"
 WOULD_BE_SENT = "would be sent over the network."
 

@@ -16,6 +16,8 @@ from tandem.config.load import load_config
 from tandem.config.validation import flatten
 from tandem.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 TORCH = "torch.optim.lr_scheduler."
 NEW: dict[str, Any] = {
     "dpo": {

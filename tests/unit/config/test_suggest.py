@@ -9,6 +9,8 @@ from tandem.config.keys import key_names
 from tandem.config.load import load_config
 from tandem.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 SECTIONS = "run|dpo|policy|reference|data|checkpointing|export|logger"
 # Written in a note: a key, or a key with a value.
 NAMED = re.compile(rf"\b(?:{SECTIONS})\.[\w.]*\w(?:=(?:\{{[^}}]*\}}|\w+))?")

@@ -67,10 +67,14 @@ def test_json_has_the_documented_keys(run_here, pairs):
         (
             ["./nope", "embedded"],
             2,
-            "MODEL = ./nope: no such directory. Give a model folder, a hub name, or a run directory.",
+            "MODEL ./nope: no such directory. Give a model folder, a hub name, or a run directory.",
         ),
         (["embedded", "./nope.jsonl"], 3, "./nope.jsonl: no such file or folder, and not the name of a hub dataset"),
-        (["embedded"], 2, "tandem eval embedded: no DATA. Give one or more files of preference pairs, or embedded."),
+        (
+            ["embedded"],
+            2,
+            "MODEL embedded: not a run, so give DATA: one or more files of preference pairs, or embedded.",
+        ),
         (["embedded", "embedded", "policy.nope=1"], 2, "policy.nope"),
     ],
 )

@@ -26,6 +26,8 @@ from tandem.evaluation.show import _Printer, _show_comparison, show
 from tandem.report.reporter import Reporter
 from tandem.terminal.console import SafeConsole
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 RANKED = [
     {
         "prompt": f"Question {i % 4}?",
@@ -286,7 +288,7 @@ def test_models_that_are_no_reward_models_are_refused(tmp_path, ranked):
     with pytest.raises(ConfigError) as caught:
         evaluate(folder, [ranked])
     assert str(caught.value) == (
-        f"MODEL = {folder}: a sequence-classification model with 2 labels. A reward model gives one score, so it has one label "
+        f"MODEL {folder}: a sequence-classification model with 2 labels. A reward model gives one score, so it has one label "
         "(num_labels = 1)."
     )
     folder = reward_model(tmp_path / "one")

@@ -10,6 +10,8 @@ from tandem.errors import ConfigError, TandemError
 from tandem.evaluation import harness
 from tandem.evaluation.evaluate import evaluate
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 # Has the parts of lm-eval 0.4 that are used: simple_evaluate(...) -> {"results": ...}, and tasks.TaskManager(include_path=...).
 STUB = """
 import json, os

@@ -10,6 +10,9 @@ import yaml
 from tandem.config.load import load_config
 from tandem.errors import CheckpointError, ConfigError, DataError
 from tandem.evaluation.request import check_request
+from tandem.terminal.commands import tandem_command
+
+pytestmark = pytest.mark.usefixtures("of_a_command")
 
 
 @pytest.fixture
@@ -65,7 +68,7 @@ def test_an_adapter_is_loaded_on_its_base_model(tmp_path, data):
     assert (policy.model_name, policy.lora.adapter) == ("embedded", str(folder))
     (folder / "adapter_config.json").write_text("{}")
     assert refused(str(folder), [data]) == (
-        f"MODEL = {folder}: an adapter whose adapter_config.json does not name its base model. Merge it into its base model, "
+        f"MODEL {folder}: an adapter whose adapter_config.json does not name its base model. Merge it into its base model, "
         "and give that folder."
     )
 
@@ -91,33 +94,32 @@ def test_a_run_without_a_model_is_refused(run, data):
     (run / "model" / "config.json").unlink()
     (run / "model").rmdir()
     assert refused(str(run), [data], error=CheckpointError) == (
-        f"MODEL = {run}: a run that has no model yet ({run}/model is missing). Finish it with tandem train --resume {run}, or "
-        f"export a checkpoint with tandem export {run}."
+        f"MODEL {run}: a run that has no model yet ({run}/model is missing). Finish it with "
+        f"{tandem_command('train', '--resume', str(run))}, or export a checkpoint with {tandem_command('export', str(run))}."
     )
 
 
 def test_folders_and_files_that_are_no_models_are_refused(tmp_path, data):
-    assert (
-        refused(str(tmp_path), [data]) == f"MODEL = {tmp_path}: {tmp_path} holds no config.json, so it is not a model."
-    )
-    assert refused(data, [data]) == f"MODEL = {data}: a file, not a model folder or a run. Give the folder."
+    assert refused(str(tmp_path), [data]) == f"MODEL {tmp_path}: {tmp_path} holds no config.json, so it is not a model."
+    assert refused(data, [data]) == f"MODEL {data}: a file, not a model folder or a run. Give the folder."
     missing = "no such directory. Give a model folder, a hub name, or a run directory."
-    assert refused("./nope", [data]) == f"MODEL = ./nope: {missing}"
-    assert refused("embedded", [data], reference="./nope") == f"--reference = ./nope: {missing}"
-    assert refused("embedded", [data], against="./nope") == f"--against = ./nope: {missing}"
+    assert refused("./nope", [data]) == f"MODEL ./nope: {missing}"
+    assert refused("embedded", [data], reference="./nope") == f"--reference ./nope: {missing}"
+    assert refused("embedded", [data], against="./nope") == f"--against ./nope: {missing}"
 
 
 def test_a_name_below_a_folder_that_exists_is_not_looked_for_on_the_hub(tmp_path, data, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     assert refused("runs/nothing", [data]) == (
-        "MODEL = runs/nothing: no such directory. Give a model folder, a hub name, or a run directory."
+        "MODEL runs/nothing: no such directory. Give a model folder, a hub name, or a run directory."
     )
 
 
 def test_missing_data_is_refused(run, data, tmp_path):
     assert (
-        refused("embedded") == "tandem eval embedded: no DATA. Give one or more files of preference pairs, or embedded."
+        refused("embedded")
+        == "MODEL embedded: not a run, so give DATA: one or more files of preference pairs, or embedded."
     )
     missing = f"{tmp_path}/nope.jsonl"
     message = f"{missing}: no such file or folder, and not the name of a hub dataset (org/name)."
@@ -125,9 +127,7 @@ def test_missing_data_is_refused(run, data, tmp_path):
     tree = yaml.safe_load((run / "config.yaml").read_text())
     tree["data"]["train"] = data
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
-    assert (
-        refused(str(run)) == f"tandem eval {run}: the run has no validation set. Give DATA: a file of preference pairs."
-    )
+    assert refused(str(run)) == f"MODEL {run}: the run has no validation set. Give DATA: a file of preference pairs."
 
 
 def test_options_without_an_effect_are_refused(data, tmp_path):

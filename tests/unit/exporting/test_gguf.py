@@ -5,6 +5,8 @@ import pytest
 from tandem.errors import ConfigError, TandemError
 from tandem.exporting.gguf import CONVERTER, convert, find_converter
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 WRITES = """
 import sys
 import neighbour
@@ -81,5 +83,5 @@ def test_a_folder_without_the_converter_is_refused(tmp_path):
     with pytest.raises(ConfigError) as refused:
         find_converter(tmp_path)
     assert str(refused.value) == (
-        f"--llama-cpp = {tmp_path}: there is no {CONVERTER}. Give a checkout of llama.cpp, or the path of that file."
+        f"--llama-cpp {tmp_path}: there is no {CONVERTER}. Give a checkout of llama.cpp, or the path of that file."
     )

@@ -6,6 +6,8 @@ from huggingface_hub import constants
 from tandem.errors import ConfigError, TandemError
 from tandem.exporting.hub import Upload, check_repository, push
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 
 class StubApi:
     def __init__(self, error: Exception | None = None):

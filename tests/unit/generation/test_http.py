@@ -12,6 +12,8 @@ from tandem.generation.http_engine import HttpEngine
 from tandem.generation.records import EngineSettings, Prompt, Request, make_sampling
 from tandem.terminal.printable import SECRETS
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 KEY = "sk-very-secret-key"
 
 

@@ -2,12 +2,17 @@
 
 import errno
 import json
+from pathlib import Path
 
 import pytest
 
 from tandem.errors import ConfigError, DataError, DiskError
+from tandem.generation.generate import Generation
 from tandem.generation.output import OutputFile, generated_by, record_of
 from tandem.generation.records import Answer, Prompt, Request, make_sampling
+from tandem.generation.show import summary
+
+pytestmark = pytest.mark.usefixtures("of_a_command")
 
 PROMPTS = [Prompt(i, f"p.jsonl:{i + 1}", f"Question {i}", row={"source": "x"}) for i in range(3)]
 
@@ -57,7 +62,7 @@ def test_lines_of_two_models_are_kept_apart_and_sorted_by_model(tmp_path):
         assert sorted(file.done(made(), PROMPTS)) == [0]
         with pytest.raises(ConfigError) as error:
             file.refuse_other_models(["m"])
-    assert str(error.value) == f"--out {out}:2: made with the model base, not m. Choose another file."
+    assert str(error.value) == f"{out}:2: made with the model base, not m. Choose another file."
 
 
 def test_a_file_of_other_settings_is_refused_with_the_differences(tmp_path):
@@ -67,7 +72,7 @@ def test_a_file_of_other_settings_is_refused_with_the_differences(tmp_path):
     with OutputFile(out) as file, pytest.raises(ConfigError) as error:
         file.done(made(temperature=0.5, seed=3), PROMPTS)
     assert str(error.value) == (
-        f"--out {out}:1: made with other settings (temperature 1.0, now 0.5, seed 0, now 3). Choose another file, or the same "
+        f"{out}:1: made with other settings (temperature 1.0, now 0.5, seed 0, now 3). Choose another file, or the same "
         "settings."
     )
 
@@ -87,7 +92,7 @@ def test_a_file_that_is_not_an_output_is_refused_and_unchanged(tmp_path, text):
     with pytest.raises(DataError) as error:
         OutputFile(out)
     assert str(error.value) == (
-        f"--out {out}:1: not a line that tandem generate wrote, and files are never overwritten. Choose another file."
+        f"{out}:1: not a line that tandem generate wrote, and files are never overwritten. Choose another file."
     )
     assert out.read_text() == text
 
@@ -117,6 +122,27 @@ def test_a_full_disk_ends_in_one_message_and_loses_no_line(tmp_path):
         with pytest.raises(DiskError) as error:
             file.write(record(1))
     assert str(error.value) == (
-        f"--out {out}: the disk is full. Every line before is complete: free some space, and run the same command to continue."
+        f"{out}: the disk is full. Every line before is complete: free some space, and run the same command to continue."
     )
     assert len(out.read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_resumed", "text"),
+    [
+        (0, "Wrote out.jsonl: 3 prompts with 2 completions each by a."),
+        (1, "Wrote out.jsonl: 3 prompts with 2 completions each by a. 1 of its 3 lines was there before."),
+        (3, "out.jsonl was complete before: 3 prompts with 2 completions each by a."),
+    ],
+)
+def test_the_summary_says_what_was_in_the_file_before(num_resumed, text):
+    made = Generation(
+        models=("a",),
+        num_prompts=3,
+        num_skipped=0,
+        num_resumed=num_resumed,
+        num_tokens=0,
+        seconds=0.0,
+        out=Path("out.jsonl"),
+    )
+    assert summary(made, 2) == text

@@ -13,6 +13,8 @@ from tandem.generation import render
 from tandem.generation.records import Prompt
 from tandem.generation.render import Renderer
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 
 @pytest.mark.parametrize(
     ("template", "expected"),

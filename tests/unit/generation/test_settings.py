@@ -6,6 +6,8 @@ from tandem.errors import ConfigError
 from tandem.generation.generate import check_engine, name_models
 from tandem.generation.records import EngineSettings, Prompt, Request, make_sampling
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -71,7 +73,7 @@ def test_greedy_settings_do_not_mention_a_seed():
             {"name": "http", "base_url": "http://localhost", "batch_size": 4},
             "--batch-size has no effect with --engine http. Leave it out.",
         ),
-        ({"batch_size": 0}, "--batch-size 0: give auto or a number of sequences from 1."),
+        ({"batch_size": 0}, "--batch-size 0: give a number of sequences from 1, or leave it out."),
         ({"batching": "fast"}, "--batching fast: give auto, padded or continuous."),
     ],
 )

@@ -9,6 +9,8 @@ from tandem.errors import ConfigError
 from tandem.generation.target import find_target
 from tandem.terminal.commands import tandem_command
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 
 @pytest.fixture
 def run(tmp_path):
@@ -22,7 +24,7 @@ def run(tmp_path):
 
 
 def test_a_run_stands_for_its_model_and_keeps_raw_text(run):
-    target = find_target("MODEL", str(run))
+    target = find_target("model", str(run))
     assert (target.name, target.model, target.adapter) == (str(run), str(run / "model"), None)
     assert target.tokenizer.chat_template is None
 
@@ -31,24 +33,24 @@ def test_a_template_file_of_a_run_is_the_one_in_its_model_and_keeps_its_argument
     (run / "config.yaml").write_text(
         "policy: {tokenizer: {chat_template: gone.jinja, chat_template_kwargs: {enable_thinking: false}}}\n"
     )
-    assert find_target("MODEL", str(run)).tokenizer == Tokenizer(chat_template_kwargs={"enable_thinking": False})
+    assert find_target("model", str(run)).tokenizer == Tokenizer(chat_template_kwargs={"enable_thinking": False})
 
 
 def test_a_run_with_an_adapter_names_its_base_model(run):
     (run / "model" / "config.json").unlink()
     (run / "model" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
-    target = find_target("MODEL", str(run))
+    target = find_target("model", str(run))
     assert (target.model, target.adapter) == ("org/base", run / "model")
 
 
 @pytest.mark.parametrize("name", ["embedded", "org/name"])
 def test_the_embedded_model_and_hub_names_are_kept(name):
-    assert find_target("MODEL", name).model == name
+    assert find_target("model", name).model == name
 
 
 def message(name):
     with pytest.raises(ConfigError) as error:
-        find_target("MODEL", str(name))
+        find_target("model", str(name))
     return str(error.value)
 
 
@@ -84,7 +86,7 @@ def test_a_checkpoint_is_a_target_and_a_damaged_one_is_refused(tmp_path):
     (tmp_path / "tensors").mkdir()
     (tmp_path / "state.json").touch()
     assert message(tmp_path) == (
-        f"MODEL = {tmp_path}: a damaged checkpoint: its manifest.json is missing. Give another checkpoint."
+        f"MODEL {tmp_path}: a damaged checkpoint: its manifest.json is missing. Give another checkpoint."
     )
     (tmp_path / "manifest.json").touch()
-    assert find_target("MODEL", str(tmp_path)).model == str(tmp_path)
+    assert find_target("model", str(tmp_path)).model == str(tmp_path)

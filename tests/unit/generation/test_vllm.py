@@ -10,6 +10,8 @@ from tandem.errors import ConfigError
 from tandem.generation.records import Prompt, Request, make_sampling
 from tandem.generation.vllm_engine import VllmEngine
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 
 def found(tmp_path, adapter=None):
     """The parts of a FoundModel that the engine reads."""
@@ -77,5 +79,5 @@ def test_an_adapter_is_refused(tmp_path):
     with pytest.raises(ConfigError) as error:
         VllmEngine(found(tmp_path, adapter=tmp_path), (END,), make_sampling(), "python")
     assert str(error.value) == (
-        "--engine vllm: tiny is an adapter. Give a merged model (tandem export RUN --merged), or use --engine transformers."
+        "--engine vllm: tiny is an adapter. Export the run with --merged, or use --engine transformers."
     )

@@ -23,6 +23,7 @@ from tandem.model.files.source import ModelSource, find_model, find_source, find
 from tandem.model.files.tiny import tiny_model
 from tandem.model.load import attention_kind, load_policy
 from tandem.packing.layout import lay_out
+from tandem.terminal.commands import export_call, resume_call
 from tandem.training.start.setup import set_up
 
 CPU = torch.device("cpu")
@@ -85,13 +86,13 @@ def run(tmp_path):
 def test_the_refusal_of_a_run_given_as_a_model_names_the_runs_model(run):
     assert refusal(model_name=str(run)) == (
         f"policy.model_name = {run}: {run} is a run directory; its model will be in {run}/model once the run is finished. Finish "
-        f"it: tandem train --resume {run}"
+        f"it: {resume_call(str(run))}"
     )
     (run / "checkpoints/step_2").mkdir(parents=True)
     (run / "checkpoints/latest").symlink_to("step_2")
     assert refusal(model_name=str(run)) == (
         f"policy.model_name = {run}: {run} is a run directory; its model will be in {run}/model once the run is finished. Finish "
-        f"it: tandem train --resume {run} Or give one of its checkpoints: policy.model_name={run}/checkpoints/latest"
+        f"it: {resume_call(str(run))} Or give one of its checkpoints: policy.model_name={run}/checkpoints/latest"
     )
     (run / "model").mkdir()
     assert refusal(model_name=str(run)) == (
@@ -120,8 +121,8 @@ def test_a_damaged_checkpoint_is_not_a_model(tmp_path):
     )
     (place / "manifest.json").touch()
     assert refusal(model_name=str(place)) == (
-        f"policy.model_name = {place}: a checkpoint, which has to be exported before this command can read it. Run tandem export "
-        f"{place}, and give the folder that it writes."
+        f"policy.model_name = {place}: a checkpoint, which has to be exported before this command can read it. Run "
+        f"{export_call(str(place))}, and give the folder that it writes."
     )
 
 

@@ -54,6 +54,23 @@ def test_several_runs_as_json(tmp_path):
     )
 
 
+def test_runs_that_cannot_be_compared_have_no_best(tmp_path):
+    runs = [make_run(tmp_path / name, data=name) for name in ("a", "b")]
+    assert tandem("report", *runs, cwd=tmp_path).stdout == (
+        "comparison.html is written: open it in a browser.\n"
+        "No run is marked as the best: it takes two or more finished runs, all validated on the same pairs.\n"
+    )
+
+
+def test_a_run_is_listed_without_keys_of_a_set_that_it_does_not_have(tmp_path):
+    with_set = "data:\n  validation: {data_path: held_out.jsonl, prompt_key: question}\n"
+    make_run(tmp_path / "runs/a-1", config=with_set)
+    make_run(tmp_path / "runs/a-2", config="dpo:\n  val_period: 5\n")
+    lines = tandem("runs", cwd=tmp_path).stdout.splitlines()[-2:]
+    assert "data.validation.prompt_key=question" in lines[0]
+    assert "data.validation.prompt_key" not in lines[1]
+
+
 def test_what_is_not_a_run_is_refused(tmp_path):
     done = tandem("report", tmp_path / "none")
     assert (done.returncode, done.stdout) == (2, "")

@@ -15,6 +15,8 @@ from tandem.page.pairs import by_length, histogram, is_doubtful, listed_pairs
 from tandem.page.write import run_page, write_report
 from tandem.runs import open_run
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 
 def data_of(page: str) -> dict:
     return json.loads(re.search(r'<script type="application/json" id="page-data">(.*?)</script>', page, re.DOTALL)[1])
@@ -231,7 +233,7 @@ def test_a_file_that_is_not_a_page_is_never_replaced(tmp_path):
     with pytest.raises(ConfigError) as error:
         write_report([folder], mine)
     assert str(error.value) == (
-        f"{mine}: exists and is not a page of tandem, so it is kept. Choose another file with --out."
+        f"{mine}: exists and is not a page of tandem, so it is kept. Choose another file with --out FILE."
     )
     page = write_report([folder], tmp_path / "page.html").page
     (tmp_path / "link.html").symlink_to(page)
@@ -241,7 +243,7 @@ def test_a_file_that_is_not_a_page_is_never_replaced(tmp_path):
 
 def test_places_that_cannot_be_written_are_refused(tmp_path):
     folder = make_run(tmp_path / "run")
-    with pytest.raises(ConfigError, match=f"{tmp_path}: a directory. Give the name of a file with --out."):
+    with pytest.raises(ConfigError, match=f"{tmp_path}: a directory. Give the name of a file with --out FILE."):
         write_report([folder], tmp_path)
     with pytest.raises(ConfigError, match="is not a writable directory"):
         write_report([folder], tmp_path / "none/page.html")

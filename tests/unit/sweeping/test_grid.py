@@ -116,7 +116,7 @@ def test_a_key_may_be_given_once():
 @pytest.mark.parametrize(
     ("key", "reason"),
     [
-        ("run.dir", "each run gets a directory in that of the sweep, which --out sets"),
+        ("run.dir", "each run gets a directory in that of the sweep"),
         ("run.name", "a run is named after its values"),
         ("checkpointing.checkpoint_dir", "each run keeps its checkpoints in its own directory"),
         ("logger.log_dir", "each run writes to a subfolder with its name"),

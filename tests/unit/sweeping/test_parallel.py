@@ -13,6 +13,8 @@ from tandem.sweeping.parallel import PROCESS_BYTES, Gpus, choose_environments, n
 from tandem.sweeping.sweep import sweep
 from tandem.training.memory import GIB
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 CONFIGS = [load_config(None, []).config] * 6
 
 

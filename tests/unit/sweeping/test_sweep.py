@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import tandem
 from tandem.cli import main as cli
 from tandem.errors import CheckpointError, ConfigError, DataError, StoppedError
 from tandem.page.comparison import how_clear
@@ -21,6 +22,8 @@ from tandem.sweeping import children, parallel
 from tandem.sweeping.plan import Reading, make_plan
 from tandem.sweeping.sweep import sweep
 from tandem.training.run.directory import locked
+
+pytestmark = pytest.mark.usefixtures("of_a_command")
 
 STUB = Path(__file__).parents[2] / "training_stub.py"
 NO_MATCH = "it takes two or more finished runs, all validated on the same pairs."
@@ -49,6 +52,16 @@ def command(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
     code = ended.value.code
     assert code is None or isinstance(code, int)
     return code or 0, said.out, said.err
+
+
+def test_python_gets_the_same_sweep_as_the_command(tmp_path):
+    planned = tandem.sweep(["run.seed=1,2", "dpo.max_num_steps=5"], out="swept", dry_run=True)
+    assert [(run.name, run.status) for run in planned.runs] == [("seed-1", "planned"), ("seed-2", "planned")]
+    assert not Path("swept").exists()
+    done = tandem.sweep(["run.seed=1,2", "dpo.max_num_steps=5"], out=Path("swept"))
+    assert [run.status for run in done.runs] == ["finished", "finished"]
+    assert started(tmp_path) == ["seed-1", "seed-2"]
+    assert done.page == Path("swept/comparison.html")
 
 
 def test_runs_that_are_equally_good_are_said_to_be():
@@ -329,7 +342,7 @@ def test_a_directory_with_another_sweep_is_refused(monkeypatch, capsys):
     assert (code, out) == (4, "")
     first, second = err.splitlines()
     assert first == (
-        "tandem: error: s holds another sweep. Choose another directory with --out, or continue that sweep with its command:"
+        "tandem: error: s holds another sweep. Choose another directory with --out DIR, or continue that sweep with its command:"
     )
     assert second.endswith(" sweep --out s run.seed=1,2")
 
@@ -345,7 +358,7 @@ def test_directories_with_something_else_are_refused(tmp_path):
     )
     (tmp_path / "s/sweep.json").write_text("{")
     assert refusal(CheckpointError, "run.seed=1,2", out="s") == (
-        "s/sweep.json: damaged. Move it elsewhere, or choose another directory with --out."
+        "s/sweep.json: damaged. Move it elsewhere, or choose another directory with --out DIR."
     )
     (tmp_path / "s/sweep.json").unlink()
     (tmp_path / "s/sweep.json").symlink_to("notes.txt")

@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from tandem.errors import CheckpointError
 from tandem.storage.cache import is_export
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 HUGE = 10**9  # steps: the schedule alone would be stepped through for hours
 
 

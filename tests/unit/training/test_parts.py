@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from tandem.errors import CheckpointError
 from tandem.storage.cache import sha256_of
-from tandem.training.checkpoint.parts import OTHER_CHECKPOINT_HINT, Part, fill_parts, names_in, write_parts
+from tandem.training.checkpoint.parts import Part, fill_parts, names_in, other_checkpoint_hint, write_parts
 
 
 def numbers(*shape, dtype=torch.float32):
@@ -65,7 +65,7 @@ def refusal(folder, wanted):
     with pytest.raises(CheckpointError) as refused:
         fill_parts(folder, {"weight": Part(wanted)})
     reported, _, what_to_do = str(refused.value).partition(". ")
-    assert what_to_do == OTHER_CHECKPOINT_HINT
+    assert what_to_do == other_checkpoint_hint()
     return reported
 
 

@@ -11,6 +11,8 @@ from tandem.config.schema import Config
 from tandem.errors import CheckpointError, ConfigError
 from tandem.report.verdicts import judge
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 REFERENCE = ["reference_chosen", "reference_rejected"]
 FIELDS = [
     *("split", "place", "chosen", "rejected", "margin", "loss"),

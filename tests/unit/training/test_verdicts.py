@@ -6,6 +6,8 @@ from tandem.config.schema import Config, Reference
 from tandem.config.sections.dpo import Dpo
 from tandem.report.verdicts import judge
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 SOUND = {
     "loss": 0.5,
     "accuracy": 0.8,

@@ -66,7 +66,7 @@ def _longer(sets: Splits, models: Iterable[ModelSource | None]) -> Iterator[tupl
                 yield (
                     source,
                     limit,
-                    f"{source.key} = {source.name}: {count:,} of {len(store):,} preferences in {name} are too long for it: the "
+                    f"{source.place}: {count:,} of {len(store):,} preferences in {name} are too long for it: the "
                     f"longest has {int(store.longest.max()):,} tokens",
                 )
 

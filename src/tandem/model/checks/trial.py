@@ -79,13 +79,13 @@ def _as_config_error(policy: Policy, source: ModelSource) -> Iterator[None]:
     except ConfigError:
         raise
     except TandemError as error:  # raised by attention in a pack, which does not know the name of the model
-        raise ConfigError(f"{source.key} = {source.name}: {error}") from None
+        raise ConfigError(f"{source.place}: {error}") from None
     except Exception as error:
         if is_out_of_memory(error) or is_lost_rank(error):
             raise
         way_out = "Try policy.packing.mode=none." if policy.packed else "Choose another model."
         raise ConfigError(
-            f"{source.key} = {source.name}: running a few tokens through {type(policy.model).__name__} of transformers "
+            f"{source.place}: running a few tokens through {type(policy.model).__name__} of transformers "
             f"{transformers_version} failed ({describe(error)}). {way_out}"
         ) from error
 
@@ -103,8 +103,8 @@ def _check_windows(policy: Policy, source: ModelSource, windows: list[int | None
     found = sum(window is not None for window in windows)
     if found < expected:
         raise ConfigError(
-            f"{source.key} = {source.name}: only {found} of {expected} layers pass their window of {window} tokens to attention, "
-            f"so in a pack the others would see further back. Set policy.max_total_sequence_length={window} or less, or "
+            f"{source.place}: only {found} of {expected} layers pass their window of {window} tokens to attention, so in a "
+            f"pack the others would see further back. Set policy.max_total_sequence_length={window} or less, or "
             "policy.packing.mode=none."
         )
 
@@ -119,8 +119,8 @@ def _check_causal(policy: Policy, source: ModelSource, device: torch.device) -> 
     if difference > TOLERANCE.get(policy.model.dtype, TOLERANCE_16_BIT):
         hint = " Its configuration has is_decoder=false." if policy.architecture.is_encoder else ""
         raise ConfigError(
-            f"{source.key} = {source.name}: not a causal language model: a later token changes the log-probabilities of earlier "
-            f"ones by {difference:.2g} nats.{hint} Choose a model that generates text."
+            f"{source.place}: not a causal language model: a later token changes the log-probabilities of earlier ones by "
+            f"{difference:.2g} nats.{hint} Choose a model that generates text."
         )
 
 

@@ -190,7 +190,7 @@ class _Files:
                 self._open, self._path = safe_open(path, "pt"), path
             except SafetensorError as error:
                 raise ConfigError(
-                    f"{self._source.key} = {self._source.name}: its weights are not readable as safetensors "
-                    f"({one_line(error)}). Is the download complete?"
+                    f"{self._source.place}: its weights are not readable as safetensors ({one_line(error)}). Is the "
+                    "download complete?"
                 ) from None
         return self._open

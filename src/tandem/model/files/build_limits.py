@@ -39,9 +39,9 @@ def within_limits(source: ModelSource) -> Iterator[None]:
         counts[what] += number
         if counts[what] > limits[what]:
             raise ConfigError(
-                f"{source.key} = {source.name}: its config.json describes a model with more than {limits[what]:,} {what}, but "
-                f"its weight files hold {stored.num_tensors:,} tensors in {stored.num_bytes:,} bytes. Download the model again, "
-                "or choose another."
+                f"{source.place}: its config.json describes a model with more than {limits[what]:,} {what}, but its weight "
+                f"files hold {stored.num_tensors:,} tensors in {stored.num_bytes:,} bytes. Download the model again, or "
+                "choose another."
             )
 
     def size(tensor: Any) -> int:

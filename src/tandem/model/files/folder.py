@@ -9,6 +9,7 @@ from typing import Any
 
 from tandem.errors import ConfigError, one_line
 from tandem.storage.cache import outside_of, refuse_outside
+from tandem.terminal.arguments import setting
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SUFFIX = ".safetensors"
@@ -67,7 +68,7 @@ def weight_files(key: str, name: str, folder: Path, described: dict[str, Any]) -
     Raise ConfigError unless all of them are safetensors files in `folder` itself. `described`: the parsed config.json of the
     folder.
     """
-    place = f"{key} = {name}"
+    place = setting(key, name)
     for file in folder.iterdir():
         if DISTRIBUTED.fullmatch(file.name):
             raise ConfigError(

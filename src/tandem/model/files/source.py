@@ -28,6 +28,8 @@ from tandem.storage.cache import (
     refuse_outside,
     sha256_of,
 )
+from tandem.terminal.arguments import setting
+from tandem.terminal.commands import export_call, resume_call
 
 if TYPE_CHECKING:
     import torch
@@ -45,8 +47,13 @@ class ModelSource:
     name: str
     folder: Path
     config: Any
-    key: str = "policy.model_name"  # the configuration key that names it
+    key: str = "policy.model_name"  # the configuration key or the argument that names it
     stored: StoredWeights | None = None  # size of its weight files; None: not read
+
+    @property
+    def place(self) -> str:
+        """How messages name it: the key or the argument, with its value."""
+        return setting(self.key, self.name)
 
     @property
     def dtype(self) -> "torch.dtype":
@@ -57,7 +64,7 @@ class ModelSource:
         found = getattr(torch, given, None) if isinstance(given, str) else given
         if not isinstance(found, torch.dtype) or not found.is_floating_point:
             raise ConfigError(
-                f"{self.key} = {self.name}: {self.folder / 'config.json'} has dtype = {str(given)[:100]}, which is not a "
+                f"{self.place}: {self.folder / 'config.json'} has dtype = {str(given)[:100]}, which is not a "
                 "floating-point dtype of torch. Download the model again, or choose another."
             )
         return found
@@ -93,7 +100,7 @@ def check_folder(key: str, name: str, folder: Path) -> None:
         hint = f" It is an adapter: give its base model here, and set policy.lora.adapter={name}."
     elif key == "policy.model_name" and (folder / "tokenizer.json").is_file():
         hint = f" It is a tokenizer: to use it, set policy.tokenizer.name={name}."
-    raise ConfigError(f"{key} = {name}: {folder} holds no config.json, so it is not a model.{hint}")
+    raise ConfigError(f"{setting(key, name)}: {folder} holds no config.json, so it is not a model.{hint}")
 
 
 def find_source(key: str, name: str, revision: str | None, *, needs_weights: bool = True) -> ModelSource:
@@ -113,20 +120,20 @@ def find_source(key: str, name: str, revision: str | None, *, needs_weights: boo
     refuse_outside(folder, folder / "generation_config.json")
     if "auto_map" in described and not _is_known(described.get("model_type")):
         raise ConfigError(
-            f"{key} = {name}: this model needs Python code from its own repository, "
-            "which tandem does not run. Use a model type that transformers supports."
+            f"{setting(key, name)}: this model needs Python code from its own repository, which tandem does not run. Use a "
+            "model type that transformers supports."
         )
-    refuse_rebuilding(f"{key} = {name}", folder, described)
+    refuse_rebuilding(setting(key, name), folder, described)
     stored = None
     if needs_weights or has_weights(folder):
-        stored = read_weight_headers(f"{key} = {name}", weight_files(key, name, folder, described))
-    refuse_large_counts(f"{key} = {name}", folder, described, stored)
+        stored = read_weight_headers(setting(key, name), weight_files(key, name, folder, described))
+    refuse_large_counts(setting(key, name), folder, described, stored)
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
-        raise ConfigError(f"{key} = {name}: {one_line(error)}.") from None
+        raise ConfigError(f"{setting(key, name)}: {one_line(error)}.") from None
     with suppress(ValueError):  # several language models in one: architecture.check_packable refuses it
-        refuse_wrong_types(f"{key} = {name}", folder, config.get_text_config())
+        refuse_wrong_types(setting(key, name), folder, config.get_text_config())
     return ModelSource(name=name, folder=folder, config=config, key=key, stored=stored)
 
 
@@ -158,17 +165,17 @@ def refuse_run(key: str, name: str) -> None:
         newest = Path(name) / "checkpoints" / "latest"
         hint = f" Or give one of its checkpoints: {key}={newest}" if key in MODEL_KEYS and newest.is_dir() else ""
         raise ConfigError(
-            f"{key} = {name}: {name} is a run directory; its model will be in {model} once the run is finished. Finish it: "
-            f"tandem train --resume {name}{hint}"
+            f"{setting(key, name)}: {name} is a run directory; its model will be in {model} once the run is finished. "
+            f"Finish it: {resume_call(name)}{hint}"
         )
     if key in MODEL_KEYS and not _is_adapter(model):
         return
     if key in MODEL_KEYS:
         raise ConfigError(
-            f"{key} = {name}: {name} is a run directory; its model in {model} is an adapter. Give the adapter's base model "
-            f"here, and set policy.lora.adapter={model}."
+            f"{setting(key, name)}: {name} is a run directory; its model in {model} is an adapter. Give the adapter's base "
+            f"model here, and set policy.lora.adapter={model}."
         )
-    raise ConfigError(f"{key} = {name}: {name} is a run directory; its model is in {model}. Set {key}={model}.")
+    raise ConfigError(f"{setting(key, name)}: {name} is a run directory; its model is in {model}. Set {key}={model}.")
 
 
 def _is_adapter(folder: Path) -> bool:
@@ -226,8 +233,8 @@ def _folder(key: str, name: str, revision: str | None, *, with_weights: bool = T
         folder = checkpoint_export(key, name)
         if not folder.is_dir():
             raise ConfigError(
-                f"{key} = {name}: a checkpoint, which has to be exported before this command can read it. Run tandem export "
-                f"{name}, and give the folder that it writes."
+                f"{setting(key, name)}: a checkpoint, which has to be exported before this command can read it. Run "
+                f"{export_call(name)}, and give the folder that it writes."
             )
         return folder
     if is_run(Path(name)):
@@ -243,7 +250,7 @@ def checkpoint_export(key: str, name: str) -> Path:
     manifest = Path(name) / "manifest.json"
     if not manifest.is_file():
         raise ConfigError(
-            f"{key} = {name}: a damaged checkpoint: its manifest.json is missing. Give another checkpoint."
+            f"{setting(key, name)}: a damaged checkpoint: its manifest.json is missing. Give another checkpoint."
         )
     return cache_dir() / "models" / f"checkpoint-{fingerprint(EXPORT_VERSION, sha256_of(manifest))[:16]}"
 
@@ -260,13 +267,13 @@ def download(key: str, name: str, revision: str | None, wanted: list[str]) -> Pa
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except LocalEntryNotFoundError:
         raise ConfigError(
-            f"{key} = {name}: there is no such folder here, the hub cannot be reached, and the cache holds no copy from an "
-            "earlier download. Check the path, or the name and the connection."
+            f"{setting(key, name)}: there is no such folder here, the hub cannot be reached, and the cache holds no copy "
+            "from an earlier download. Check the path, or the name and the connection."
         ) from None
     except Exception as error:
         raise ConfigError(
-            f"{key} = {name}: there is no such folder here, and the hub does not provide it: {one_line(error)}. "
-            "Give a local folder, or check the name and the connection."
+            f"{setting(key, name)}: there is no such folder here, and the hub does not provide it: {one_line(error)}. Give "
+            "a local folder, or check the name and the connection."
         ) from None
 
 
@@ -276,7 +283,7 @@ def refuse_missing(key: str, name: str) -> None:
     A name that does not look like a path is accepted, because it may be the name of a hub repository.
     """
     if name.startswith(("/", "./", "../", "~")):
-        raise ConfigError(f"{key} = {name}: no such directory. Check the path.")
+        raise ConfigError(f"{setting(key, name)}: no such directory. Check the path.")
 
 
 def refuse_missing_model(place: str, name: str) -> None:

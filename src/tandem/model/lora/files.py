@@ -13,6 +13,7 @@ from tandem.errors import ConfigError
 from tandem.model.files.folder import check_weight_file, read_json
 from tandem.model.files.source import download, refuse_run
 from tandem.storage.cache import content_of, is_checkpoint
+from tandem.terminal.commands import export_call
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -74,7 +75,7 @@ def read_adapter(name: str) -> TrainedAdapter:
     folder = Path(name).resolve() if Path(name).is_dir() else download("policy.lora.adapter", name, None, ["adapter_*"])
     if not (folder / CONFIG_FILE).is_file():
         hint = (
-            f"It is a checkpoint: run tandem export {name} --adapter first."
+            f"It is a checkpoint: run {export_call(name, 'adapter')} first."
             if is_checkpoint(folder)
             else "Give a folder saved by peft."
         )

@@ -112,7 +112,7 @@ def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: 
     _check_quantization(lora, device)
     if getattr(source.config, "quantization_config", None) is not None:
         raise ConfigError(
-            f"{source.key} = {source.name}: its weights are already quantised. Give the model that it was quantised from; "
+            f"{source.place}: its weights are already quantised. Give the model that it was quantised from; "
             "policy.lora.quantization quantises that model."
         )
     model = empty_model(source)

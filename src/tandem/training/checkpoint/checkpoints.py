@@ -20,6 +20,7 @@ from tandem.model.distributed.process_group import Ranks
 from tandem.model.policy import Policy
 from tandem.storage.cache import intact_manifest, published, read_json, read_manifest, sync_file, write_manifest
 from tandem.storage.ownership import MARKER, free_path, remove_folder, step_in, temporary_path
+from tandem.terminal.arguments import option
 from tandem.training.checkpoint.host_copy import HostCopier, HostCopy
 from tandem.training.checkpoint.parts import Part, fill_parts, names_in, part_of, write_parts
 from tandem.training.checkpoint.ranking import Ranking
@@ -171,14 +172,14 @@ def load_checkpoint(
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"{place}: written in format {version}; this tandem reads format {FORMAT_VERSION}. Resume with the version of "
-            "tandem that wrote it, or start again with --fresh."
+            f"tandem that wrote it, or start again with {option('fresh', True)}."
         )
     saved = read_state(place)
     for name, then in saved.fingerprints.items():
         if fingerprints.get(name) != then:
             raise CheckpointError(
-                f"{place}: the {name} changed since this checkpoint was saved, so the run cannot resume from it. "
-                "Undo the change, or start again with --fresh."
+                f"{place}: the {name} changed since this checkpoint was saved, so the run cannot resume from it. Undo the "
+                f"change, or start again with {option('fresh', True)}."
             )
     tensors = state_tensors(policy, optimizer, ranks.number)
     kept = names_in(place / "tensors")
@@ -188,7 +189,7 @@ def load_checkpoint(
     if missing and all(name.startswith("optimizer.") for name in missing):
         raise CheckpointError(
             f"{place}: saved without optimizer states (checkpointing.save_optimizer=false), so no run can resume from it. "
-            "Start again with --fresh."
+            f"Start again with {option('fresh', True)}."
         )
     fill_parts(place / "tensors", {name: part_of(tensor) for name, tensor in tensors.items()})
     _set_random_states(tensors, ranks.number, place)
@@ -227,8 +228,9 @@ def _set_random_states(tensors: dict[str, Any], rank: int, place: Path) -> None:
             set_state(state)
         except RuntimeError as error:
             raise CheckpointError(
-                f"{place}: {RANDOM}{device}.{rank} is not a random state ({error}), so no run can resume from this checkpoint. "
-                f"Move {place} elsewhere to resume from an earlier one, or start again with --fresh."
+                f"{place}: {RANDOM}{device}.{rank} is not a random state ({error}), so no run can resume from this "
+                f"checkpoint. Move {place} elsewhere to resume from an earlier one, or start again with "
+                f"{option('fresh', True)}."
             ) from None
 
 
@@ -247,7 +249,7 @@ def newest_verified(folder: Path) -> tuple[Path | None, list[str]]:
     if damaged:
         raise CheckpointError(
             "all checkpoints of this run are damaged:\n  " + "\n  ".join(damaged) + "\n"
-            "Restore one, or start again with --fresh. Nothing was changed."
+            f"Restore one, or start again with {option('fresh', True)}. Nothing was changed."
         )
     return None, []
 

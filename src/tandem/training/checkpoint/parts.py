@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from tandem.errors import CheckpointError
 from tandem.model.distributed.shards import own_rows
+from tandem.terminal.arguments import option
 
 DTYPES = {
     torch.float32: "F32",
@@ -28,9 +29,12 @@ DTYPES = {
     torch.int64: "I64",
 }
 FIRST_ROWS = "first_rows"
-OTHER_CHECKPOINT_HINT = "Move the checkpoint elsewhere to resume from an earlier one, or start again with --fresh."
 # Bytes per write call. Other Python threads are blocked only between two calls.
 SLICE_BYTES = 16 * 1024**2
+
+
+def other_checkpoint_hint() -> str:
+    return f"Move the checkpoint elsewhere to resume from an earlier one, or start again with {option('fresh', True)}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,8 @@ def fill_parts(folder: Path, parts: dict[str, Part]) -> None:
             reached = max(reached, rows.stop) if rows.start <= reached else reached
         if reached < part.first + _num_rows(part):
             raise CheckpointError(
-                f"{folder}: the tensor {name} is incomplete, so no run can resume from this checkpoint. {OTHER_CHECKPOINT_HINT}"
+                f"{folder}: the tensor {name} is incomplete, so no run can resume from this checkpoint. "
+                f"{other_checkpoint_hint()}"
             )
 
 
@@ -121,7 +126,7 @@ def _open_files(folder: Path) -> Iterator[tuple[Path, Any]]:
                 yield file, stored
         except SafetensorError as error:
             raise CheckpointError(
-                f"{file}: {error}, so no run can resume from this checkpoint. {OTHER_CHECKPOINT_HINT}"
+                f"{file}: {error}, so no run can resume from this checkpoint. {other_checkpoint_hint()}"
             ) from None
 
 
@@ -135,7 +140,7 @@ def _first_rows(file: Path, stored: Any) -> dict[str, int]:
     if not isinstance(found, dict) or not all(type(row) is int and row >= 0 for row in found.values()):
         raise CheckpointError(
             f"{file}: the header does not list which rows the file holds, so no run can resume from this checkpoint. "
-            f"{OTHER_CHECKPOINT_HINT}"
+            f"{other_checkpoint_hint()}"
         )
     return {name: row for name, row in found.items() if name in names}
 
@@ -146,8 +151,8 @@ def _fill(file: Path, stored: Any, name: str, part: Part, first: int) -> range:
     shape = piece.get_shape()
     if piece.get_dtype() != DTYPES[own.dtype] or len(shape) != own.ndim or shape[1:] != list(own.shape[1:]):
         raise CheckpointError(
-            f"{file}: the tensor {name} has shape {shape} and dtype {piece.get_dtype()}, which does not match the model of this "
-            f"run, so the run cannot resume from this checkpoint. {OTHER_CHECKPOINT_HINT}"
+            f"{file}: the tensor {name} has shape {shape} and dtype {piece.get_dtype()}, which does not match the model of "
+            f"this run, so the run cannot resume from this checkpoint. {other_checkpoint_hint()}"
         )
     if own.ndim:
         part.fill(piece, first)

@@ -10,6 +10,7 @@ from typing import Any
 from tandem.errors import CheckpointError
 from tandem.storage.cache import read_json
 from tandem.storage.ownership import step_in
+from tandem.terminal.arguments import option
 
 MAX_COUNT = 1 << 53  # the largest accepted number of steps, batches or bytes
 
@@ -44,8 +45,8 @@ def read_state(place: Path) -> SavedState:
         return SavedState(_progress(_mapping(found, "progress"), place), _fingerprints(found))
     except ValueError as error:
         raise CheckpointError(
-            f"{place}/state.json: {error}, so no run can resume from this checkpoint. Move {place} elsewhere to resume from an "
-            "earlier one, or start again with --fresh."
+            f"{place}/state.json: {error}, so no run can resume from this checkpoint. Move {place} elsewhere to resume "
+            f"from an earlier one, or start again with {option('fresh', True)}."
         ) from None
 
 

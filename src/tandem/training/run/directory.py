@@ -19,6 +19,7 @@ from tandem.config.validation import flatten
 from tandem.errors import CheckpointError, ConfigError
 from tandem.storage.cache import fingerprint, is_export, real_path
 from tandem.storage.ownership import open_own, refuse_other_than_file, refuse_other_than_folder
+from tandem.terminal.arguments import option, setting
 from tandem.terminal.commands import override, tandem_command
 
 TRANSLATION_FILE = "translation.txt"  # what became of the keys of another trainer's configuration
@@ -289,18 +290,21 @@ def locked(run: Path, key: str = "run.dir") -> Iterator[None]:
 
     A process that dies releases its lock. `key`: the setting that names the directory.
     """
+    name = option(key) if key.isidentifier() else key
     try:
         run.mkdir(parents=True, exist_ok=True)
         file = open_own(run / "lock", "a+")
     except OSError as error:
-        raise ConfigError(f"{key} = {run}: cannot be written ({error.strerror}). Choose another {key}.") from None
+        raise ConfigError(
+            f"{setting(key, run)}: cannot be written ({error.strerror}). Choose another {name}."
+        ) from None
     with file as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             holder = _read_lock(lock) or "unknown"
             raise CheckpointError(
-                f"{run} is in use by process {holder}. Wait for it, or choose another {key}."
+                f"{run} is in use by process {holder}. Wait for it, or choose another {name}."
             ) from None
         if not re.fullmatch("[0-9]*", _read_lock(lock)):
             raise CheckpointError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from tandem.errors import CheckpointError
 from tandem.report.verdicts import Verdict
 from tandem.storage.cache import read_manifest
+from tandem.terminal.arguments import option
 from tandem.training.checkpoint.checkpoints import checkpoints, load_weights, step_of
 from tandem.training.run.extension import exported_step
 from tandem.training.start.build import Training
@@ -63,7 +64,7 @@ def _exports_best(t: Training) -> bool:
 def restore_exported(t: Training, per_pair: Path) -> None:
     """Load the weights that a finished run exported, even if another step is the best step now.
 
-    `per_pair`: the file of --per-pair, which error messages name.
+    `per_pair`: the file for the metrics of every pair, which error messages name.
     """
     place = t.ranks.from_first(lambda: _exported(t, per_pair))
     if step_of(place) != t.progress.step:
@@ -85,8 +86,8 @@ def _exported(t: Training, per_pair: Path) -> Path:
             else f"step {step_of(place)}, which it exported, is missing or damaged"
         )
         raise CheckpointError(
-            f"--per-pair {per_pair}: {t.run} is finished, but the checkpoint of {which}, so there is nothing to measure. Train "
-            "again with --fresh."
+            f"{option('per_pair', per_pair)}: {t.run} is finished, but the checkpoint of {which}, so there is nothing to "
+            f"measure. Train again with {option('fresh', True)}."
         ) from None
     return place
 

@@ -12,12 +12,15 @@ from typing import Any
 from tandem.errors import CheckpointError
 from tandem.storage.cache import read_json, replacing, sync_file, write_atomically
 from tandem.storage.ownership import free_path
+from tandem.terminal.arguments import option
 from tandem.training.checkpoint.checkpoints import checkpoints, step_of
 from tandem.training.checkpoint.parts import names_in
 from tandem.training.checkpoint.ranking import Ranking, records_in
 from tandem.training.start.setup import Setup
 
-OTHER_RUN_HINT = "Choose another run.dir, or --fresh without --resume."
+
+def _other_run_hint() -> str:
+    return f"Choose another run.dir, or start a new run with {option('fresh', True)}."
 
 
 def last_step(run: Path) -> int:
@@ -25,7 +28,7 @@ def last_step(run: Path) -> int:
     steps = [record["step"] for record in _records(run / "metrics.jsonl") if record["split"] == "train"]
     if not steps:
         raise CheckpointError(
-            f"{run} is finished, but the steps in its metrics.jsonl are missing, so it cannot be extended. {OTHER_RUN_HINT}"
+            f"{run} is finished, but the steps in its metrics.jsonl are missing, so it cannot be extended. {_other_run_hint()}"
         )
     return max(steps)
 
@@ -39,19 +42,19 @@ def check_extension(run: Path, setup: Setup) -> int | None:
     place = setup.checkpoint_dir(run) / f"step_{trained}"
     if asked < trained:
         raise CheckpointError(
-            f"{run} is finished, with {trained} steps; it can be extended, but not shortened to {asked}. {OTHER_RUN_HINT}"
+            f"{run} is finished, with {trained} steps; it can be extended, but not shortened to {asked}. {_other_run_hint()}"
         )
     if asked == trained:
         return None
     if not place.is_dir():
         raise CheckpointError(
-            f"{run} is finished, but the checkpoint of its last step, {place}, is missing, so it cannot be extended "
-            f"from {trained} to {asked} steps. {OTHER_RUN_HINT}"
+            f"{run} is finished, but the checkpoint of its last step, {place}, is missing, so it cannot be extended from "
+            f"{trained} to {asked} steps. {_other_run_hint()}"
         )
     if not any(name.startswith("optimizer.") for name in _tensors_in(place, run, trained)):
         raise CheckpointError(
             f"{place}: saved without optimizer states (checkpointing.save_optimizer=false), so the run cannot be extended "
-            f"from {trained} to {asked} steps. {OTHER_RUN_HINT}"
+            f"from {trained} to {asked} steps. {_other_run_hint()}"
         )
     _refuse_to_stop_again(run, setup, place)
     return trained
@@ -81,7 +84,7 @@ def _tensors_in(place: Path, run: Path, trained: int) -> set[str]:
 def _damaged(run: Path, trained: int) -> str:
     return (
         f"{run} is finished, but the checkpoint of its last step, {trained}, is damaged, so it cannot be extended. "
-        f"{OTHER_RUN_HINT}"
+        f"{_other_run_hint()}"
     )
 
 

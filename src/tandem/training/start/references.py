@@ -220,7 +220,7 @@ def _started_with(run: Path) -> dict[str, str]:
 def audit_model(setup: Setup, policy: Policy, source: ModelSource, ranks: Ranks, reporter: Reporter) -> Audit:
     """Check that packed and plain forward passes of a model agree. The model is the policy or a separate reference model."""
     reporter.start_times.begin("audit")
-    model = f"{source.key} = {source.name}"
+    model = source.place
     with policy.computing():
         found = audit(policy, setup.plan.train, ranks, precision=setup.precision, model=model)
     rows, whose = "packed" if policy.packed else "padded", "" if source is setup.source else f" of {model}"

@@ -305,7 +305,7 @@ def _find_reference(config: Config, source: ModelSource, tokenizer: Any, *, need
 
 def check_same_vocabulary(other: ModelSource, source: ModelSource, tokenizer: Any) -> None:
     """Refuse a reference that does not have the vocabulary of the policy and its tokenizer."""
-    place = f"{other.key} = {other.name}"
+    place = other.place
     if other.vocabulary != source.vocabulary:
         raise ConfigError(
             f"{place}: its vocabulary has {other.vocabulary} tokens and that of {source.name} has "
@@ -326,6 +326,6 @@ def check_vocabulary(store: Preferences, source: ModelSource) -> None:
     highest = store.highest_token_id
     if highest >= source.vocabulary:
         raise ConfigError(
-            f"{source.key} = {source.name}: the tokenizer gives token id {highest}, but the model has only "
-            f"{source.vocabulary} tokens. Use the tokenizer that belongs to the model (policy.tokenizer.name)."
+            f"{source.place}: the tokenizer gives token id {highest}, but the model has only {source.vocabulary} tokens. "
+            "Use the tokenizer that belongs to the model (policy.tokenizer.name)."
         )

@@ -1,0 +1,83 @@
+"""`tandem.sweep`, `list_runs`, `open_run` and `write_report`: several runs trained and compared, for Python."""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from tandem.api.process import own_process
+from tandem.api.result import TrainResult
+from tandem.page.write import Report
+from tandem.page.write import write_report as write
+from tandem.report.reporter import Reporter, Verbosity
+from tandem.runs import Run
+from tandem.runs import list_runs as list_all
+from tandem.runs import open_run as read
+from tandem.sweeping.records import SweepResult
+
+RunPath = str | Path | TrainResult  # the directory of a run, or what `train` returned
+
+
+def sweep(
+    overrides: Sequence[str],
+    *,
+    config: str | Path | None = None,
+    out: str | Path | None = None,
+    parallel: int | None = None,
+    dry_run: bool = False,
+    allow_env: Collection[str] = (),
+    allow_code: bool = False,
+    from_format: str | None = None,
+    verbosity: Verbosity = "quiet",
+) -> SweepResult:
+    """Train one run for every combination of values: `sweep(["run.seed=1,2", "dpo.max_num_steps=50"]).best.name` is the best.
+
+    Each run is trained by its own process, in its own directory. The same call again skips the runs that are finished and resumes
+    the others. A run that fails is recorded in the result, and the others are trained.
+
+    overrides: keys with values to try, separated by commas, and settings that all runs share.
+    config: a YAML file with the other settings. from_format: the trainer that it was written for; None: recognised by its keys.
+    out: the directory of the sweep; None: runs/sweep-N.
+    parallel: how many runs to train at a time; None: one on a CPU, as many as fit on GPUs.
+    dry_run: check the configurations and return the plan, but train and write nothing.
+    allow_env, allow_code: what the file may do, as the options of `tandem sweep`.
+
+    Raises StoppedError after a signal, when the runs that were training have saved their checkpoints.
+    """
+    from tandem.sweeping.sweep import sweep as run_sweep
+
+    with own_process("tandem.sweep"):
+        return run_sweep(
+            overrides,
+            config=None if config is None else str(config),
+            out=out,
+            allow_env=tuple(allow_env),
+            allow_code=allow_code,
+            from_format=from_format,
+            parallel=parallel,
+            dry_run=dry_run,
+            reporter=Reporter(verbosity),
+        )
+
+
+def open_run(run: RunPath) -> Run:
+    """Read the directory of a run, also one that is being written or damaged: what cannot be read is listed in `problems`."""
+    return read(_path(run))
+
+
+def list_runs(folder: str | Path = "runs") -> list[Run]:
+    """Read every run in a folder, sorted by name. The folder may also be a sweep, or a run itself."""
+    return list_all(folder)
+
+
+def write_report(runs: RunPath | Sequence[RunPath], out: str | Path | None = None) -> Report:
+    """Write the page of a run, or of several runs compared: `write_report(["runs/a-1", "runs/a-2"]).page` is its path.
+
+    runs: directories of runs or of sweeps. A single one need not be in a list.
+    out: the file to write; None: RUN/report.html for one run, comparison.html in the working directory for several. A file that
+    is not a page of tandem is never replaced.
+    """
+    several = [runs] if isinstance(runs, str | Path | TrainResult) else runs
+    return write([_path(run) for run in several], out)
+
+
+def _path(run: RunPath) -> str | Path:
+    return run.run_dir if isinstance(run, TrainResult) else run

@@ -1,0 +1,81 @@
+"""How messages name an argument: `--temperature 0.8` while a command runs, `temperature=0.8` in a call from Python.
+
+    f"{option('temperature', value)}: give 0 (greedy) or a positive number, such as 0.8."
+
+Messages are written with the names of Python's arguments. An option has the same name with hyphens, except for those below.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+OPTIONS = {
+    "model": "MODEL",
+    "data": "DATA",
+    "num_samples": "-n",
+    "timeout_seconds": "--timeout",
+}
+FLAGS = {
+    ("form", "adapter"): "--adapter",
+    ("form", "merged"): "--merged",
+    ("measured", False): "--no-measure",
+}
+REPEATED = ("allow_env",)  # options that take one value each; others separate values with commas
+
+_in_command = False  # of this process: a command runs alone in its process
+
+
+@contextmanager
+def command_words() -> Iterator[None]:
+    """Inside this context, messages name options of the command line."""
+    global _in_command
+    before, _in_command = _in_command, True
+    try:
+        yield
+    finally:
+        _in_command = before
+
+
+def in_command() -> bool:
+    """Whether messages are for a user of the command line."""
+    return _in_command
+
+
+def option(name: str, value: Any = None, *, metavar: str | None = None) -> str:
+    """Return an argument as the user writes it, with its value; with `metavar`, such as FILE; or its name alone.
+
+    option("fresh", True)             --fresh             fresh=True
+    option("out", metavar="DIR")      --out DIR           out=DIR
+    option("form", "merged")          --merged            form="merged"
+    option("beta")                    --beta              beta
+    """
+    shown = [metavar] if metavar is not None else _shown(value, name in REPEATED)
+    if not _in_command:
+        text = metavar if metavar is not None else _literal(value)
+        return name if text is None else f"{name}={text}"
+    if isinstance(value, str | bool) and (name, value) in FLAGS:
+        return FLAGS[name, value]
+    flag = OPTIONS.get(name, f"--{name.replace('_', '-')}")
+    return " ".join(f"{flag} {one}" for one in shown) if shown else flag
+
+
+def setting(key: str, value: Any) -> str:
+    """Return what the user set: an argument, as `option` writes it, or a key of the configuration: `run.dir = runs/x`."""
+    return option(key, value) if key.isidentifier() else f"{key} = {value}"
+
+
+def _shown(value: Any, is_repeated: bool) -> list[str]:
+    if value is None or value is True:
+        return []
+    if isinstance(value, list | tuple):
+        return [str(one) for one in value] if is_repeated else [",".join(map(str, value))]
+    return [str(value)]
+
+
+def _literal(value: Any) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(str(_literal(one)) for one in value)}]"
+    return repr(value) if isinstance(value, bool | int | float) else json.dumps(str(value), ensure_ascii=False)
