@@ -8,7 +8,7 @@ import pytest
 from killing import assert_intact
 from running import SHORT, few_pairs, killed_after, largest_difference, metrics_of, short_run, weights_of
 from safetensors.torch import load_file
-from several import run_together
+from together import run_together
 
 from tandem.config.load import load_config
 from tandem.errors import CheckpointError, ConfigError
