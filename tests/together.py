@@ -1,4 +1,4 @@
-"""Runs of several ranks, forked from the server of `killing`. Runs of two may be killed, and be on one machine or as if on two."""
+"""Runs of several ranks, forked from the server of `killing`. Runs of two may be killed, on one machine or as if on two."""
 
 import os
 import socket

@@ -49,17 +49,22 @@ def cases(folder):
     model_folder(folder / "experts", "qwen3_moe")
     model_folder(folder / "hybrid", "granitemoehybrid", **hybrid_settings("granitemoehybrid"))
     few = [f"data.train.data_path={folder}/fours.jsonl", f"data.validation.data_path={folder}/fours.jsonl"]
-    # A reference that other tests do not cache is computed for few pairs only.
+    # The reference of all embedded pairs takes seconds.
     pairs = [few_pairs(folder), f"data.validation={folder}/few.jsonl"]
     return {
         "packed": [
             *("policy.packing.pack_length=512", "policy.packing.packs_per_micro_batch=2"),
-            "logger.num_val_samples_to_print=1",
+            *("logger.num_val_samples_to_print=1", *pairs),
         ],
         # of one preference in a batch, all workers but one have nothing
-        "one pair at a time": ["policy.train_global_batch_size=1", "dpo.val_period=0", "dpo.val_at_end=false"],
-        "over the batch": ["dpo.preference_loss={aot: 1.0, dpo: 0.5}", "dpo.sft_loss_weight=0.3"],
-        "plain": ["policy.packing.mode=none", "reference.mode=live", "policy.train_global_batch_size=3"],
+        "one pair at a time": [
+            "policy.train_global_batch_size=1",
+            "dpo.val_period=0",
+            "dpo.val_at_end=false",
+            *pairs[:1],
+        ],
+        "over the batch": ["dpo.preference_loss={aot: 1.0, dpo: 0.5}", "dpo.sft_loss_weight=0.3", *pairs],
+        "plain": ["policy.packing.mode=none", "reference.mode=live", "policy.train_global_batch_size=3", *pairs],
         "four completions": [*few, "data.pairing=all", "policy.train_global_batch_size=12"],
         "packed once": [
             *few,

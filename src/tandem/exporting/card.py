@@ -8,6 +8,7 @@ import json
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,7 @@ def _versions() -> str:
     return "## Versions\n\n" + _table(["package", "version"], rows)
 
 
+@cache
 def _version(package: str) -> str:
     try:
         return version(package)

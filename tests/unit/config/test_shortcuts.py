@@ -9,8 +9,10 @@ from tandem.config import load
 from tandem.config.compat.suggest import closest, edits, other_names
 from tandem.config.keys import key_names
 from tandem.config.load import load_config
+from tandem.config.source import yaml_text
 from tandem.config.source.yaml_text import load_own_yaml
 from tandem.errors import ConfigError
+from tandem.terminal.printable import escaped
 
 NESTED = {"a": 1}
 for _ in range(20):
@@ -68,3 +70,14 @@ def test_the_closest_name_is_that_of_all_distances(change):
         most = 2 if len(name) >= 8 else 1
         near = min((edits(name, other), other) for other in known)
         assert closest(name, known) == (near[1] if near[0] <= most and len(name) <= 80 else None)
+
+
+TEXTS = ["plain text", "1e3", "null", "two\nlines", "\x1b[1m\u202e", "中文", "a 🙂 face", "- x: 'y'", "é " * 60]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_libyaml_writes_text_as_pyyaml_does(text):
+    tree = {"a": [text, {text[:9]: 1.5}], "b": {"c": text}, "d": [True, None, 7, 1e-05]}
+    written = yaml_text.to_yaml(tree)
+    assert written == escaped(yaml_text._dumped(tree, yaml_text._Dumper))
+    assert yaml.safe_load(written) == tree

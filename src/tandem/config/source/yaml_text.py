@@ -16,9 +16,9 @@ MAX_NESTING = 64
 MAX_VALUES = 100_000  # once every reference (*name) is expanded
 MAX_DIGITS = 1000
 NUMBER = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_:]*)")  # in YAML 1.1, 59:59 is a number in base 60
-_OwnLoader: Any = getattr(
-    yaml, "CSafeLoader", yaml.SafeLoader
-)  # libyaml's parser is ten times faster, where PyYAML has it
+# libyaml is ten times faster, where PyYAML has it.
+_OwnLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_OwnDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 class YamlLimitError(ConfigError):
@@ -134,15 +134,27 @@ def _events(text: str, loader: Any = yaml.SafeLoader) -> Iterator[yaml.Event]:
 
 def to_yaml(tree: dict[str, Any]) -> str:
     """Return nested dicts as YAML. Text with control characters is written in double quotes, with YAML escapes."""
-    return escaped(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+    text = _dumped(tree, _FastDumper)
+    return escaped(_dumped(tree, _Dumper) if "\\U" in text else text)  # libyaml escapes an emoji: \U0001F600
+
+
+def _dumped(tree: dict[str, Any], dumper: Any) -> str:
+    return yaml.dump(tree, Dumper=dumper, sort_keys=False, allow_unicode=True)
+
+
+def _represent_text(dumper: Any, text: str) -> yaml.ScalarNode:
+    """Write text in double quotes if it needs escapes."""
+    style = '"' if escaped(text) != text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 class _Dumper(yaml.SafeDumper):
-    """A YAML dumper that writes text in double quotes if it needs escapes."""
-
-    def represent_text(self, text: str) -> yaml.ScalarNode:
-        style = '"' if escaped(text) != text else None
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+    """PyYAML's dumper in Python."""
 
 
-_Dumper.add_representer(str, _Dumper.represent_text)
+class _FastDumper(_OwnDumper):
+    """The same with libyaml, where PyYAML has it."""
+
+
+for _one in (_Dumper, _FastDumper):
+    _one.add_representer(str, _represent_text)
