@@ -40,9 +40,15 @@ def whole(tmp_path_factory, data):
     return short_run(tmp_path_factory.mktemp("whole") / "run", *data, EIGHT)
 
 
+@pytest.fixture(scope="module")
+def four_steps(tmp_path_factory, data):
+    return short_run(tmp_path_factory.mktemp("four") / "run", *data, FOUR)
+
+
 @pytest.fixture
-def finished(tmp_path, data):
-    return short_run(tmp_path / "run", *data, FOUR)
+def finished(tmp_path, four_steps):
+    """A copy of a finished run of four steps."""
+    return shutil.copytree(four_steps, tmp_path / "run", symlinks=True)
 
 
 def assert_same(run, whole):
