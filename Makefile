@@ -12,6 +12,9 @@ DOCS_READY := $(DOCS_VENV)/.ready
 # A file of tests stays in one process, so that what its tests share is made once; the long ones come first.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# Python stores what it has compiled: tests start it hundreds of times.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 
 .PHONY: help

@@ -1,13 +1,22 @@
-"""Runs of two ranks that may be killed. They are forked from the server of `killing`, on one machine or as if on two."""
+"""Runs of several ranks, forked from the server of `killing`. Runs of two may be killed, on one machine or as if on two."""
 
+import os
 import socket
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from killing import Child, Ended, Small
+from bfloat16_products import with_bfloat16_products
+from killing import SERVER, Child, Ended, Small, redirect_output
 from killing import start as start_process
 from several import environments
+
+from tandem.config.load import load_config
+from tandem.model.distributed.process_group import leave_process_group
+from tandem.report.reporter import Reporter
+from tandem.training import trainer
 
 COUNT = 2
 # One rank per machine: each is the first rank of its machine.
@@ -82,3 +91,49 @@ def train(small: Small, place: Place, *more: str, fail_at: Mapping[int, str] | N
 def named(number: int, ranks: list[Child]) -> str:
     """How messages name a rank."""
     return f"rank {number} (process {ranks[number].process.pid} on {socket.gethostname()})"
+
+
+def run_forked(count: int, folder: Path, target: Callable[..., None], *arguments: object) -> list[Ended]:
+    """Run a function of this module in each of `count` ranks, in a folder."""
+    ranks = []
+    for environment in environments(count):
+        process = SERVER.Process(target=_in_rank, args=(folder, environment, target, arguments))
+        process.start()
+        ranks.append(Child(process, folder))
+    return [rank.ended(600) for rank in ranks]
+
+
+def _in_rank(
+    folder: Path, environment: dict[str, str], target: Callable[..., None], arguments: tuple[object, ...]
+) -> None:
+    os.chdir(folder)
+    os.environ.update(environment)
+    redirect_output(folder)
+    target(*arguments)
+
+
+def run_tandem(code: str, *arguments: str) -> None:
+    """Run `tandem` with these arguments, after some code that changes what this rank sees."""
+    from tandem.cli import main as cli
+
+    sys.argv = ["tandem", *arguments]
+    exec(code)
+    cli.main()
+
+
+def train_runs(runs: list[list[str]]) -> None:
+    """Train several runs, given by their overrides, one after another."""
+    for overrides in runs:
+        with with_bfloat16_products() if "policy.precision=bfloat16" in overrides else nullcontext():
+            trainer.train(load_config(None, overrides), Reporter())
+    leave_process_group()
+
+
+def run_together(count: int, runs: list[list[str]], folder: Path) -> list[str]:
+    """Train several runs on `count` ranks, without the seconds that `several.run_together` needs to import torch in each.
+
+    Return what each rank printed.
+    """
+    ended = run_forked(count, folder, train_runs, runs)
+    assert [rank.code for rank in ended] == [0] * count, ended
+    return [rank.out for rank in ended]

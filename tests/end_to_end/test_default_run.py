@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from killing import Ended, tandem_in
 
 from tandem.config.tracked import METRICS
 
@@ -97,8 +98,8 @@ def test_own_data_with_other_field_names_and_messages_trains(tmp_path):
     ]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = ["data.train.prompt_key=question", "data.train.chosen_key=good", "data.train.rejected_key=bad"]
-    command = [sys.executable, "-m", "tandem", "train", "-q", "data.train.data_path=own.jsonl", *keys]
-    command += ["policy.train_global_batch_size=3", "policy.scheduler=null"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "Done. Everything is in runs/tandem-1\n", "")
+    arguments = ["train", "-q", "data.train.data_path=own.jsonl", *keys]
+    arguments += ["policy.train_global_batch_size=3", "policy.scheduler=null"]
+    done = tandem_in(tmp_path, tmp_path / "output", arguments, seconds=300, memory=2**34)
+    assert done == Ended(0, "Done. Everything is in runs/tandem-1\n", "")
     assert len(lines(tmp_path / "runs" / "tandem-1", "train")) == 2

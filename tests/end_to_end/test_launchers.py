@@ -102,6 +102,7 @@ def test_signals_and_kills_end_all_ranks_and_the_run_resumes_to_the_same_end(loc
     assert metrics_of(tmp_path / "run") == metrics_of(folder / "run")
 
 
+@pytest.mark.slow  # exit codes of ranks: tests/unit/launch/test_local.py, tests/faults/test_workers.py
 def test_an_error_before_training_has_its_own_exit_code(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": 1}\n')
     process = start(tmp_path, "train", "cluster.gpus_per_node=2", "data.train.data_path=bad.jsonl")

@@ -12,7 +12,7 @@ import torch
 from models import MODEL, bfloat16_start
 from running import few_pairs, largest_difference, metrics_of, short_run, weights_of
 from safetensors.torch import load_file
-from several import run_together
+from together import run_together
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.cli import main as cli

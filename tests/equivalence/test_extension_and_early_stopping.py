@@ -8,7 +8,7 @@ import pytest
 from killing import assert_intact
 from running import SHORT, few_pairs, killed_after, largest_difference, metrics_of, short_run, weights_of
 from safetensors.torch import load_file
-from several import run_together
+from together import run_together
 
 from tandem.config.load import load_config
 from tandem.errors import CheckpointError, ConfigError
@@ -42,9 +42,15 @@ def whole(tmp_path_factory, data):
     return short_run(tmp_path_factory.mktemp("whole") / "run", *data, EIGHT)
 
 
+@pytest.fixture(scope="module")
+def four_steps(tmp_path_factory, data):
+    return short_run(tmp_path_factory.mktemp("four") / "run", *data, FOUR)
+
+
 @pytest.fixture
-def finished(tmp_path, data):
-    return short_run(tmp_path / "run", *data, FOUR)
+def finished(tmp_path, four_steps):
+    """A copy of a finished run of four steps."""
+    return shutil.copytree(four_steps, tmp_path / "run", symlinks=True)
 
 
 def assert_same(run, whole):

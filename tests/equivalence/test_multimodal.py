@@ -12,7 +12,7 @@ from multimodal import FAMILIES, PROCESSOR, multimodal_folder, stored_tensors
 from peft import PeftModel
 from running import SHORT, few_pairs, metrics_of, short_run
 from safetensors.torch import load_file
-from several import run_together
+from together import run_together
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from tandem.config.load import load_config

@@ -1,6 +1,7 @@
 """A resumed run equals an uninterrupted one bit for bit. The exported model equals the one in memory, up to its dtype."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -22,6 +23,26 @@ SCHEDULE = (
     "{name: torch.optim.lr_scheduler.MultiStepLR, kwargs: {milestones: [1, 2], gamma: 0.5}}, {milestones: [3]}]"
 )
 SAVING = ["checkpointing.save_period=2", "dpo.max_num_steps=6", SCHEDULE]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return short_run(tmp_path_factory.mktemp("whole") / "run", *SAVING)
+
+
+@pytest.fixture(scope="module")
+def died(tmp_path_factory):
+    """Makes a copy of a run that died after a step, which is trained once."""
+    originals = {}
+
+    def copy(step, to):
+        if step not in originals:
+            originals[step] = tmp_path_factory.mktemp("died") / "run"
+            with killed_after(step):
+                short_run(originals[step], *SAVING)
+        return shutil.copytree(originals[step], to, symlinks=True)
+
+    return copy
 
 
 FEW_BITS = ["policy.weights=bfloat16_stochastic", "policy.precision=bfloat16", "policy.optimizer.state_dtype=int8"]
@@ -46,10 +67,8 @@ def test_resumed_equals_uninterrupted_bit_for_bit(kept, tmp_path):
     assert largest_difference(weights_of(cut), weights_of(whole)) == 0.0
 
 
-def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, capsys):
-    whole = short_run(tmp_path / "whole", *SAVING)
-    with killed_after(5):
-        short_run(tmp_path / "cut", *SAVING)
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(whole, tmp_path, capsys, died):
+    died(5, tmp_path / "cut")
     tensors = next((tmp_path / "cut/checkpoints/step_4/tensors").glob("*.safetensors"))
     tensors.write_bytes(tensors.read_bytes()[:-100])
     cut = short_run(tmp_path / "cut", *SAVING)
@@ -65,10 +84,8 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, caps
     ],
     ids=["cut", "a flipped bit"],
 )
-def test_damaged_metrics_are_reported_and_the_run_resumes(tmp_path, capsys, damaged):
-    whole = short_run(tmp_path / "whole", *SAVING)
-    with killed_after(5):
-        short_run(tmp_path / "cut", *SAVING)
+def test_damaged_metrics_are_reported_and_the_run_resumes(whole, tmp_path, capsys, damaged, died):
+    died(5, tmp_path / "cut")
     metrics = tmp_path / "cut/metrics.jsonl"
     metrics.write_bytes(damaged(metrics.read_bytes()))
     cut = short_run(tmp_path / "cut", *SAVING, "checkpointing.keep_top_k=1")
@@ -82,9 +99,8 @@ def test_damaged_metrics_are_reported_and_the_run_resumes(tmp_path, capsys, dama
     assert largest_difference(weights_of(cut), weights_of(whole)) == 0.0
 
 
-def test_temporary_files_of_a_killed_process_are_removed(tmp_path):
-    with killed_after(3):
-        short_run(tmp_path / "cut", *SAVING)
+def test_temporary_files_of_a_killed_process_are_removed(tmp_path, died):
+    died(3, tmp_path / "cut")
     half = tmp_path / f"cut/checkpoints/.step_4.{GREATEST_PID - 1}"  # of a process that is not there
     half.mkdir()
     (half / MARKER).write_text('{"becomes": "step_4"}')
@@ -94,17 +110,15 @@ def test_temporary_files_of_a_killed_process_are_removed(tmp_path):
     assert [line["step"] for line in metrics_of(cut)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_run_without_an_intact_checkpoint_is_refused_and_never_starts_from_scratch(tmp_path):
-    with killed_after(3):
-        short_run(tmp_path / "cut", *SAVING)
+def test_a_run_without_an_intact_checkpoint_is_refused_and_never_starts_from_scratch(tmp_path, died):
+    died(3, tmp_path / "cut")
     (tmp_path / "cut/checkpoints/step_2/state.json").write_text("{}")
     with pytest.raises(CheckpointError, match="all checkpoints of this run are damaged"):
         short_run(tmp_path / "cut", *SAVING)
 
 
-def test_another_configuration_in_the_same_directory_is_refused_with_the_difference(tmp_path):
-    with killed_after(3):
-        short_run(tmp_path / "cut", *SAVING)
+def test_another_configuration_in_the_same_directory_is_refused_with_the_difference(tmp_path, died):
+    died(3, tmp_path / "cut")
     with pytest.raises(CheckpointError) as refused:
         short_run(tmp_path / "cut", *SAVING, "dpo.reference_policy_kl_penalty=0.2")
     assert str(refused.value) == (
@@ -241,9 +255,8 @@ def test_a_checkpoint_without_optimizer_states_cannot_be_resumed(tmp_path):
     )
 
 
-def test_a_checkpoint_with_another_format_number_is_refused(tmp_path):
-    with killed_after(3):
-        short_run(tmp_path / "cut", *SAVING)
+def test_a_checkpoint_with_another_format_number_is_refused(tmp_path, died):
+    died(3, tmp_path / "cut")
     write_manifest(tmp_path / "cut/checkpoints/step_2", format_version=7)
     with pytest.raises(CheckpointError, match=r"step_2: written in format 7; this tandem reads format 5\."):
         short_run(tmp_path / "cut", *SAVING)

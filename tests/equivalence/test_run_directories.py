@@ -1,6 +1,7 @@
 """The directory of a run, and the checkpoints that it may and may not resume from."""
 
 import json
+import shutil
 
 import pytest
 import yaml
@@ -21,6 +22,21 @@ SAVING = ["checkpointing.save_period=2", "dpo.max_num_steps=6"]
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     return short_run(tmp_path_factory.mktemp("whole") / "run", *SAVING)
+
+
+@pytest.fixture(scope="module")
+def died(tmp_path_factory):
+    """Makes a copy of a run that died after a step, which is trained once."""
+    originals = {}
+
+    def copy(step, to):
+        if step not in originals:
+            originals[step] = tmp_path_factory.mktemp("died") / "run"
+            with killed_after(step):
+                short_run(originals[step], *SAVING)
+        return shutil.copytree(originals[step], to, symlinks=True)
+
+    return copy
 
 
 @pytest.fixture
@@ -77,9 +93,8 @@ def test_checkpoint_dir_without_run_dir_is_the_run_directory(here):
         "export.dtype=bfloat16",
     ],
 )
-def test_settings_that_do_not_affect_the_weights_may_change_on_resume(tmp_path, whole, change):
-    with killed_after(3):
-        short_run(tmp_path / "cut", *SAVING)
+def test_settings_that_do_not_affect_the_weights_may_change_on_resume(tmp_path, whole, change, died):
+    died(3, tmp_path / "cut")
     cut = short_run(tmp_path / "cut", *SAVING, change)
     losses = [[line["loss"] for line in metrics_of(one)] for one in (cut, whole)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -217,9 +232,8 @@ def without(tree, *path):
     del inner[path[-1]]
 
 
-def test_keys_that_an_earlier_version_did_not_write_have_their_defaults(tmp_path):
-    with killed_after(3):
-        short_run(tmp_path / "run", *SAVING)
+def test_keys_that_an_earlier_version_did_not_write_have_their_defaults(tmp_path, died):
+    died(3, tmp_path / "run")
     file = tmp_path / "run/config.yaml"
     stored = yaml.safe_load(file.read_text())
     for path in (("data", "duplicates"), ("dpo", "early_stopping_patience"), ("data", "train", "weight"), ("export",)):
@@ -228,9 +242,8 @@ def test_keys_that_an_earlier_version_did_not_write_have_their_defaults(tmp_path
     assert len(metrics_of(short_run(tmp_path / "run", *SAVING))) == 6
 
 
-def test_a_key_missing_in_the_saved_configuration_must_have_its_default(tmp_path):
-    with killed_after(3):
-        short_run(tmp_path / "run", *SAVING)
+def test_a_key_missing_in_the_saved_configuration_must_have_its_default(tmp_path, died):
+    died(3, tmp_path / "run")
     file = tmp_path / "run/config.yaml"
     stored = yaml.safe_load(file.read_text())
     without(stored, "data", "duplicates")

@@ -8,7 +8,7 @@ import pytest
 from hybrids import hybrid_settings
 from models import bfloat16_start, model_folder
 from running import SHORT, few_pairs, largest_difference, metrics_of, short_run, weights_of
-from several import run_together
+from together import run_together
 
 WORDS = ["the", "sky", "looks", "blue", "because", "air", "scatters", "short", "waves", "of", "sunlight", "again"]
 STEPS = 4
@@ -49,21 +49,28 @@ def cases(folder):
     model_folder(folder / "experts", "qwen3_moe")
     model_folder(folder / "hybrid", "granitemoehybrid", **hybrid_settings("granitemoehybrid"))
     few = [f"data.train.data_path={folder}/fours.jsonl", f"data.validation.data_path={folder}/fours.jsonl"]
+    # The reference of all embedded pairs takes seconds.
+    pairs = [few_pairs(folder), f"data.validation={folder}/few.jsonl"]
     return {
         "packed": [
             *("policy.packing.pack_length=512", "policy.packing.packs_per_micro_batch=2"),
-            "logger.num_val_samples_to_print=1",
+            *("logger.num_val_samples_to_print=1", *pairs),
         ],
         # of one preference in a batch, all workers but one have nothing
-        "one pair at a time": ["policy.train_global_batch_size=1", "dpo.val_period=0", "dpo.val_at_end=false"],
-        "over the batch": ["dpo.preference_loss={aot: 1.0, dpo: 0.5}", "dpo.sft_loss_weight=0.3"],
-        "plain": ["policy.packing.mode=none", "reference.mode=live", "policy.train_global_batch_size=3"],
+        "one pair at a time": [
+            "policy.train_global_batch_size=1",
+            "dpo.val_period=0",
+            "dpo.val_at_end=false",
+            *pairs[:1],
+        ],
+        "over the batch": ["dpo.preference_loss={aot: 1.0, dpo: 0.5}", "dpo.sft_loss_weight=0.3", *pairs],
+        "plain": ["policy.packing.mode=none", "reference.mode=live", "policy.train_global_batch_size=3", *pairs],
         "four completions": [*few, "data.pairing=all", "policy.train_global_batch_size=12"],
         "packed once": [
             *few,
             *("policy.packing.mode=dataset", "policy.packing.pack_length=256", "policy.train_global_batch_size=8"),
         ],
-        "adapters": ["policy.lora.enabled=true", f"reference.model={folder}/experts"],
+        "adapters": ["policy.lora.enabled=true", f"reference.model={folder}/experts", *pairs],
         "adapters and embeddings": [
             *("policy.lora.enabled=true", "policy.lora.use_rslora=true", "policy.lora.loraplus_lr_ratio=4"),
             *(
@@ -89,7 +96,10 @@ def cases(folder):
             *("policy.lora.enabled=true", "policy.lora.use_dora=true", "policy.precision=bfloat16", few_pairs(folder)),
             *(f"policy.model_name={bfloat16_start(folder / 'frozen')}", "dpo.val_at_end=false"),
         ],
-        "experts": [f"policy.model_name={folder}/experts", "policy.train_global_batch_size=1", "dpo.val_at_end=false"],
+        "experts": [
+            *(f"policy.model_name={folder}/experts", "policy.train_global_batch_size=1"),
+            *(few_pairs(folder), "dpo.val_at_end=false"),
+        ],
         "balanced experts": [
             *(f"policy.model_name={folder}/experts", "dpo.router_aux_loss_coef=0.5", few_pairs(folder)),
             *("policy.train_global_batch_size=3", "policy.packing.pack_length=256", "dpo.val_at_end=false"),

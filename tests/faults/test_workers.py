@@ -7,24 +7,25 @@ import pytest
 from listening import listening
 from running import SHORT
 from several import ends, lost, named, start, wait_for
+from together import run_forked, run_tandem
 
 TANDEM = [sys.executable, "-m", "tandem", "train"]
 LONG = [*SHORT, "dpo.max_num_steps=40", "checkpointing.save_period=2", "run.dir=run"]
 
 
 def test_a_configuration_error_is_reported_once(tmp_path):
-    first, second = ends(start(2, [*TANDEM, "policy.model_nam=x"], tmp_path))
-    assert first[0].startswith("tandem: error: command line: unknown key policy.model_nam.")
-    assert second[0] == ""
-    assert first[1] == second[1] == 2
+    first, second = run_forked(2, tmp_path, run_tandem, "", "train", "policy.model_nam=x")
+    assert first.err.startswith("tandem: error: command line: unknown key policy.model_nam.")
+    assert second.err == ""
+    assert first.code == second.code == 2
 
 
 def test_bad_data_is_reported_once(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": 1}\n')
-    first, second = ends(start(2, [*TANDEM, "data.train.data_path=bad.jsonl"], tmp_path))
-    assert first[0].startswith("tandem: error: bad.jsonl: none of 1 rows can be read:")
-    assert second[0] == ""
-    assert first[1] == second[1] == 3
+    first, second = run_forked(2, tmp_path, run_tandem, "", "train", "data.train.data_path=bad.jsonl")
+    assert first.err.startswith("tandem: error: bad.jsonl: none of 1 rows can be read:")
+    assert second.err == ""
+    assert first.code == second.code == 3
 
 
 @pytest.mark.slow
@@ -66,10 +67,8 @@ def test_a_rank_that_hangs_is_named_after_the_timeout_and_a_lost_rendezvous_ends
 # What differs between ranks is made to: the rest is the command itself.
 DIFFERENT_ROWS = """
 import os
-from tandem.cli import main as cli
 from tandem.training import memory as row_length
 row_length.CPU_ROW_TOKENS = (1024, 512)[int(os.environ["RANK"])]
-cli.main()
 """
 DIFFERENT_CARDS = """
 import os
@@ -84,22 +83,14 @@ cli.main()
 
 
 def test_ranks_that_would_pack_differently_end_before_the_first_step(tmp_path):
-    command = [
-        sys.executable,
-        "-c",
-        DIFFERENT_ROWS,
-        "train",
-        *SHORT,
-        "run.dir=run",
-        "policy.train_global_batch_size=64",
-    ]
-    first, second = ends(start(2, command, tmp_path))
-    assert first[0].startswith(
+    arguments = ["train", *SHORT, "run.dir=run", "policy.train_global_batch_size=64"]
+    first, second = run_forked(2, tmp_path, run_tandem, DIFFERENT_ROWS, *arguments)
+    assert first.err.startswith(
         "tandem: error: the ranks differ and would not train the same model:\n"
         "  the row lengths of train: 256, 512, 768, 896, 1024 on rank 0; 128, 256, 384, 512 on rank 1\n"
-    ), first[0]
-    assert second[0] == ""
-    assert first[1] == second[1] == 1
+    ), first.err
+    assert second.err == ""
+    assert first.code == second.code == 1
     assert not (tmp_path / "run").exists()
 
 

@@ -9,7 +9,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -20,7 +19,14 @@ from tandem.config.compat.suggest import describe_unknown_key
 from tandem.config.compat.table import load_table
 from tandem.config.compat.table import origins as known_origins
 from tandem.config.compat.translate import OWN_FORMAT, recognise, start_without_file, translate
-from tandem.config.environment import Place, as_written, check_sent_variables, interpolations, limited_resolution
+from tandem.config.environment import (
+    Interpolated,
+    Place,
+    as_written,
+    check_sent_variables,
+    interpolations,
+    limited_resolution,
+)
 from tandem.config.keys import all_keys, key_names
 from tandem.config.losses import join_names
 from tandem.config.schema import Config
@@ -30,7 +36,7 @@ from tandem.config.source.files import TreeAndOrigins, merge, read_file, refuse_
 from tandem.config.source.flags import with_flags
 from tandem.config.source.overrides import Change, changes_in, parse_change
 from tandem.config.source.script import is_script, read_script
-from tandem.config.source.yaml_text import to_yaml
+from tandem.config.source.yaml_text import load_own_yaml, to_yaml
 from tandem.config.validation import GIVEN_BY_USER, flatten, origin_of, validate
 from tandem.errors import ConfigError, one_line
 from tandem.terminal.arguments import option
@@ -41,6 +47,7 @@ from tandem.terminal.printable import SECRETS, Secrets
 Overrides = Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 SCRIPT_FORMAT = "trl"  # the trainer whose scripts are read
 EMBEDDED_DEFAULT = "the embedded default"  # the origin of its values
+PLAIN_LEVELS = 16  # nested deeper than any key of the schema
 MODEL_OR_DATA = ("policy.model_name.", "data.train.", "data.validation.", "data.val_data_paths.", "data.default.")
 
 
@@ -103,7 +110,11 @@ class LoadedConfig:
         return load_config(self.file, overrides, self.sent_variables, **given)
 
     def as_yaml(self) -> str:
-        """Return the resolved configuration as YAML. Values from the environment are shown as interpolations, ${...}.
+        """Return the resolved configuration as YAML."""
+        return to_yaml(self.as_tree())
+
+    def as_tree(self) -> dict[str, Any]:
+        """Return the resolved configuration as it is stored. Values from the environment are shown as interpolations, ${...}.
 
         If the user must still choose a training set, data.train is left out, because its default is the bundled pairs.
         """
@@ -114,7 +125,7 @@ class LoadedConfig:
             del tree["data"]["train"]
         for place, interpolation in self.from_environment.items():
             _set(tree, list(place), interpolation)
-        return to_yaml(tree)
+        return tree
 
 
 def load_config(
@@ -152,12 +163,8 @@ def load_config(
     else:
         refuse_groups(tree, origins)
     from_environment = as_written(tree)
-    everything = _with_defaults(tree)
-    with _one_line_errors(), limited_resolution():
-        found = interpolations(tree, everything)
-        resolved: Any = OmegaConf.to_container(everything, resolve=True)
+    found, values = _resolved(tree)
     hidden = {".".join(map(str, place)): value for place, value in from_environment.items()}
-    values = _given_part(tree, resolved)
     may_be_from_file = {one.key: file for one in found} if file else {}
     code = load_named_functions(values, origins, may_be_from_file, allow_code=allow_code)
     config = validate(values, origins, hidden)
@@ -232,7 +239,7 @@ def _start_without_file(changes: list[Change], from_format: str | None) -> TreeA
     if "policy" in keys or "data" in keys or any(f"{key}.".startswith(MODEL_OR_DATA) for key in keys):
         return {}, {}
     text = resources.files("tandem.embedded").joinpath("default.yaml").read_text(encoding="utf-8")
-    tree = yaml.safe_load(text)
+    tree = load_own_yaml(text)
     return tree, dict.fromkeys(flatten(tree), EMBEDDED_DEFAULT)
 
 
@@ -294,6 +301,28 @@ def _refer_to_default(data: dict[str, Any]) -> None:
         for name in dataset:
             if dataset[name] == data["default"][name] != DatasetFields.model_fields[name].default:
                 dataset[name] = f"${{data.default.{name}}}"
+
+
+def _resolved(tree: dict[str, Any]) -> tuple[list[Interpolated], dict[str, Any]]:
+    """Return the interpolations in a configuration, and the configuration with their values."""
+    if _is_plain(tree):  # building OmegaConf's nodes takes longer than everything else here
+        return [], _given_part(tree, deepcopy(tree))
+    everything = _with_defaults(tree)
+    with _one_line_errors(), limited_resolution():
+        found = interpolations(tree, everything)
+        values: Any = OmegaConf.to_container(everything, resolve=True)
+    return found, _given_part(tree, values)
+
+
+def _is_plain(value: Any, levels: int = PLAIN_LEVELS) -> bool:
+    """Whether OmegaConf would return a value as it is: without interpolations, and of types and depth that it accepts."""
+    if isinstance(value, str):
+        return type(value) is str and "${" not in value
+    if type(value) is dict:
+        return levels > 0 and all(type(key) is str and _is_plain(one, levels - 1) for key, one in value.items())
+    if type(value) is list:
+        return levels > 0 and all(_is_plain(one, levels - 1) for one in value)
+    return value is None or type(value) in (bool, int, float)
 
 
 def _with_defaults(tree: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from tandem.config.schema import Config
-from tandem.config.source.yaml_text import YamlLimitError, read_yaml_text
+from tandem.config.source.yaml_text import YamlLimitError, read_own_yaml
 from tandem.errors import CheckpointError
 from tandem.isolation import separate_environment
 from tandem.model.files.source import checkpoint_export
@@ -47,7 +47,7 @@ def export_checkpoint(key: str, name: str, say: Callable[[str], None]) -> None:
 
 def _has_adapters(place: Path) -> bool:
     try:
-        config = yaml.safe_load(read_yaml_text(place / "config.yaml"))
+        config = read_own_yaml(place / "config.yaml")
         return bool(config["policy"]["lora"]["enabled"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, YamlLimitError):
         return False  # the export reports what is wrong with the file

@@ -8,11 +8,10 @@ import json
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from tandem import __version__
 from tandem.config.load import LoadedConfig
@@ -75,7 +74,7 @@ class CardFacts:
 
 def model_card(facts: CardFacts) -> str:
     """Return the text of README.md."""
-    tree = yaml.safe_load(facts.loaded.as_yaml())  # without values from the environment
+    tree = facts.loaded.as_tree()  # without values from the environment
     licence = licence_of(facts.source.folder)
     sections = [
         _front_matter(facts, tree, licence),
@@ -91,7 +90,7 @@ def model_card(facts: CardFacts) -> str:
 
 def data_sets(loaded: LoadedConfig, sets: Sets) -> list[DataSet]:
     """Return what the card shows about each set of a run whose data can be read."""
-    names = _set_names(yaml.safe_load(loaded.as_yaml()))
+    names = _set_names(loaded.as_tree())
     held_out = f"{loaded.config.data.validation_share:g} of the training preferences, held out"
     training = {split: store for split, store in sets.read.items() if split.startswith("train")}
     if loaded.config.data.validation_share and len(training) == 1:
@@ -108,7 +107,7 @@ def recorded_sets(loaded: LoadedConfig, fingerprints: dict[str, str], records: S
 
     The information comes from the configuration, the fingerprints in a checkpoint, and the lines of metrics.jsonl.
     """
-    names = _set_names(yaml.safe_load(loaded.as_yaml()))
+    names = _set_names(loaded.as_tree())
     measured = {one["split"]: one for one in records if "data" in one and one["split"].startswith("validation-")}
     training = [split for split in names if split.startswith("train")]
     digest = fingerprints.get("training data", "")[:FINGERPRINT_DIGITS] or None
@@ -247,6 +246,7 @@ def _versions() -> str:
     return "## Versions\n\n" + _table(["package", "version"], rows)
 
 
+@cache
 def _version(package: str) -> str:
     try:
         return version(package)

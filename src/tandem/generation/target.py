@@ -11,7 +11,7 @@ import yaml
 
 from tandem.config.sections.policy import Tokenizer as TokenizerConfig
 from tandem.config.sections.section import EMBEDDED
-from tandem.config.source.yaml_text import YamlLimitError, read_yaml_text
+from tandem.config.source.yaml_text import YamlLimitError, read_own_yaml
 from tandem.data.text.template import Template, make_template
 from tandem.data.text.tokenizer import load_tokenizer
 from tandem.errors import ConfigError
@@ -139,7 +139,7 @@ def _adapter_target(argument: str, name: str, folder: Path, settings: TokenizerC
 def _stored_tokenizer(run: Path) -> TokenizerConfig:
     """The template settings of a run. Its model folder holds the template itself, so a template file is not read again."""
     try:
-        stored: Any = yaml.safe_load(read_yaml_text(run / "config.yaml"))
+        stored: Any = read_own_yaml(run / "config.yaml")
         given = stored["policy"]["tokenizer"]
         template, kwargs = given.get("chat_template", "default"), given.get("chat_template_kwargs") or {}
         plain_text = given.get("plain_text", "turn")

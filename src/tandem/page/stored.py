@@ -5,6 +5,7 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,7 @@ def _scrubbed(value: Any) -> Any:
     return [_scrubbed(one) for one in value] if isinstance(value, list | tuple) else value
 
 
+@cache
 def versions() -> dict[str, str]:
     """Versions of tandem, Python and the packages that determine results."""
     found = {"tandem": __version__, "Python": platform.python_version()}

@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tandem.config.load import LoadedConfig, load_config, require_training_set
 from tandem.config.schema import Config
-from tandem.config.source.yaml_text import to_yaml
 from tandem.config.validation import flatten
 from tandem.errors import CheckpointError, ConfigError, TandemError
 from tandem.paths import check_paths
@@ -147,7 +144,7 @@ def _load_checked(one: Combination, config: str | None, reading: Reading) -> Loa
 
 def _fingerprint(loaded: LoadedConfig) -> str:
     """Return a fingerprint of the settings that differ from their defaults, so that new keys of tandem do not change it."""
-    given, defaults = (flatten(yaml.safe_load(text)) for text in (loaded.as_yaml(), to_yaml(Config().model_dump())))
+    given, defaults = flatten(loaded.as_tree()), flatten(Config().model_dump())
     return fingerprint({key: value for key, value in given.items() if key not in defaults or defaults[key] != value})
 
 

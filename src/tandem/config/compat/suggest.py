@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-import yaml
-
 from tandem.config.keys import key_names
 from tandem.config.losses import join_names, without_reference
+from tandem.config.source.yaml_text import load_own_yaml
 
 TABLE = "other_names.yaml"
 LONGEST_NAME = 80  # longer names are not compared with keys, which are all shorter
@@ -31,7 +30,7 @@ def other_names() -> dict[str, Meaning]:
     """Return a dict from options of other trainers, in lower case, to what to use instead."""
     text = resources.files("tandem.config.compat").joinpath(TABLE).read_text(encoding="utf-8")
     text = text.replace("{losses_without_reference}", join_names(without_reference(), "and"))
-    return {name: _meaning(given) for name, given in yaml.safe_load(text).items()}
+    return {name: _meaning(given) for name, given in load_own_yaml(text).items()}
 
 
 def _meaning(given: str | list[str]) -> Meaning:
@@ -88,7 +87,12 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     if len(name) > LONGEST_NAME:
         return None
     most = 2 if len(name) >= 8 else 1
-    near = [(distance, other) for other in sorted(known) if (distance := edits(name, other)) <= most]
+    letters = set(name)
+    # An edit changes the length by one at most, and adds and removes one letter at most. Most names differ by more.
+    similar = (
+        other for other in known if abs(len(name) - len(other)) <= most and len(letters ^ set(other)) <= 2 * most
+    )
+    near = [(distance, other) for other in similar if (distance := edits(name, other)) <= most]
     return min(near)[1] if near else None
 
 

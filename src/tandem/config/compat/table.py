@@ -7,9 +7,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-import yaml
-
 from tandem.config.compat.records import Given
+from tandem.config.source.yaml_text import load_own_yaml
 
 
 @cache
@@ -106,7 +105,7 @@ def matches(pattern: str, key: str) -> bool:
 @cache
 def load_table(origin: str) -> Table:
     text = resources.files("tandem.config.compat").joinpath(f"tables/{origin}.yaml").read_text(encoding="utf-8")
-    read = yaml.safe_load(text)
+    read = load_own_yaml(text)
     reasons: dict[str, str] = read.get("reasons", {})
     return Table(
         name=read["name"],

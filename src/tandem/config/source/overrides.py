@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class Change:
 def parse_override(text: str) -> Override:
     """Parse key=value, +key=value or ~key. The value may be a sweep, such as a,b or range(1,4)."""
     try:
-        override = OverridesParser.create().parse_override(_without_tildes(text))
+        override = _parsed(_without_tildes(text))
     except RecursionError:
         raise ConfigError(f"override {text[:40]!r}…: nested too deeply. Use fewer levels.") from None
     except HydraException as error:
@@ -50,6 +51,11 @@ def parse_override(text: str) -> Override:
     if not override.key_or_group:
         raise ConfigError(f"override {text!r}: no key before the =. Write key=value.")
     return override
+
+
+@lru_cache(maxsize=1024)
+def _parsed(text: str) -> Override:
+    return OverridesParser.create().parse_override(text)
 
 
 def parse_change(text: str) -> Change:

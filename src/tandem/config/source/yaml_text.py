@@ -16,6 +16,9 @@ MAX_NESTING = 64
 MAX_VALUES = 100_000  # once every reference (*name) is expanded
 MAX_DIGITS = 1000
 NUMBER = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_:]*)")  # in YAML 1.1, 59:59 is a number in base 60
+# libyaml is ten times faster, where PyYAML has it.
+_OwnLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_OwnDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 class YamlLimitError(ConfigError):
@@ -48,24 +51,40 @@ def resolve_config_path(path: Path, by: Path | None) -> Path:
 
 def read_yaml_text(path: Path) -> str:
     """Return the text of a YAML file. Raise YamlLimitError if it exceeds a limit. Stops reading at the size limit."""
-    with path.open(encoding="utf-8") as file:
-        text = file.read(MAX_CHARACTERS + 1)
+    text = _read_limited(path)
     check_yaml(text)
     return text
 
 
-def check_yaml(text: str) -> None:
+def read_own_yaml(path: Path) -> Any:
+    """Return the content of a YAML file that tandem wrote, such as config.yaml of a run. It may have been replaced."""
+    text = _read_limited(path)
+    check_yaml(text, _OwnLoader)
+    return load_own_yaml(text)
+
+
+def _read_limited(path: Path) -> str:
+    with path.open(encoding="utf-8") as file:
+        return file.read(MAX_CHARACTERS + 1)
+
+
+def load_own_yaml(text: str) -> Any:
+    """Return the content of YAML that comes with tandem. Files of users are read with PyYAML's own parser, for its messages."""
+    return yaml.load(text, Loader=_OwnLoader)
+
+
+def check_yaml(text: str, loader: Any = yaml.SafeLoader) -> None:
     """Raise YamlLimitError if YAML would expand to far more memory than its text, or is nested deeper than Python can recurse.
 
     Counts parser events, so nothing is expanded. With a: &a [x, x], b: &b [*a, *a] and c: [*b, *b], the list a has 3 values (the
-    list and 2 items), b has 1 + 2 * 3 = 7, and c has 1 + 2 * 7 = 15.
+    list and 2 items), b has 1 + 2 * 3 = 7, and c has 1 + 2 * 7 = 15. `loader`: with whose parser the text will be loaded.
     """
     if len(text) > MAX_CHARACTERS:
         raise YamlLimitError(f"the YAML has more than {MAX_CHARACTERS:,} characters.")
     known: dict[str, tuple[int, int]] = {}  # anchor -> number of values and levels
     names: list[str | None] = []  # anchors of the open lists and mappings
     values, levels = [0], [0]  # inside each open list or mapping; the first entry is for the file
-    for event in _events(text):
+    for event in _events(text, loader):
         name, inside = getattr(event, "anchor", None), (1, 0)
         if isinstance(event, yaml.CollectionStartEvent):
             names.append(name)
@@ -107,23 +126,35 @@ def is_scalar(text: str) -> bool:
     return isinstance(root, yaml.ScalarEvent) and yaml.safe_load(text) is not None
 
 
-def _events(text: str) -> Iterator[yaml.Event]:
+def _events(text: str, loader: Any = yaml.SafeLoader) -> Iterator[yaml.Event]:
     """Yield parser events up to the first syntax error. The error is reported later, when the file is loaded."""
     with suppress(yaml.YAMLError):
-        yield from yaml.parse(text, Loader=yaml.SafeLoader)
+        yield from yaml.parse(text, Loader=loader)
 
 
 def to_yaml(tree: dict[str, Any]) -> str:
     """Return nested dicts as YAML. Text with control characters is written in double quotes, with YAML escapes."""
-    return escaped(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+    text = _dumped(tree, _FastDumper)
+    return escaped(_dumped(tree, _Dumper) if "\\U" in text else text)  # libyaml escapes an emoji: \U0001F600
+
+
+def _dumped(tree: dict[str, Any], dumper: Any) -> str:
+    return yaml.dump(tree, Dumper=dumper, sort_keys=False, allow_unicode=True)
+
+
+def _represent_text(dumper: Any, text: str) -> yaml.ScalarNode:
+    """Write text in double quotes if it needs escapes."""
+    style = '"' if escaped(text) != text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 class _Dumper(yaml.SafeDumper):
-    """A YAML dumper that writes text in double quotes if it needs escapes."""
-
-    def represent_text(self, text: str) -> yaml.ScalarNode:
-        style = '"' if escaped(text) != text else None
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+    """PyYAML's dumper in Python."""
 
 
-_Dumper.add_representer(str, _Dumper.represent_text)
+class _FastDumper(_OwnDumper):
+    """The same with libyaml, where PyYAML has it."""
+
+
+for _one in (_Dumper, _FastDumper):
+    _one.add_representer(str, _represent_text)

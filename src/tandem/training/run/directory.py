@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from tandem.config.load import LoadedConfig
 from tandem.config.schema import Config
-from tandem.config.source.yaml_text import YamlLimitError, read_yaml_text
+from tandem.config.source.yaml_text import YamlLimitError, read_own_yaml
 from tandem.config.validation import flatten
 from tandem.errors import CheckpointError, ConfigError
 from tandem.storage.cache import fingerprint, is_export, real_path
@@ -323,7 +323,7 @@ def _read_lock(lock: IO[str]) -> str:
 def stored_config(run: Path) -> dict[str, Any] | None:
     """Return the configuration in a run's config.yaml, with defaults for keys that it does not have; None if it is damaged."""
     try:
-        stored = yaml.safe_load(read_yaml_text(run / "config.yaml"))
+        stored = read_own_yaml(run / "config.yaml")
     except (OSError, ValueError, yaml.YAMLError, YamlLimitError):
         return None
     return _with_defaults(stored) if isinstance(stored, dict) else None
@@ -331,7 +331,7 @@ def stored_config(run: Path) -> dict[str, Any] | None:
 
 def _config_now(loaded: LoadedConfig) -> dict[str, Any]:
     """Return the current configuration in the form in which it would be read from config.yaml."""
-    return _with_defaults(yaml.safe_load(loaded.as_yaml()))
+    return _with_defaults(loaded.as_tree())
 
 
 def _with_defaults(stored: dict[str, Any]) -> dict[str, Any]:
