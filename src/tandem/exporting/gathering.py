@@ -57,7 +57,7 @@ def gather_to_disk(
 def _groups(published: Any, names: list[str]) -> list[list[str]]:
     """Return the names in groups: weights that are stored together as one tensor are in the same group."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import GroupWeightRename, WeightConverter, apply_converters
+    from transformers.core_model_loading import GroupWeightRename, WeightConverter, rename_source_key
 
     conversions = get_model_conversion_mapping(published, add_legacy=False)
     if any(isinstance(one, GroupWeightRename) for one in conversions):  # new names depend on other names
@@ -65,7 +65,7 @@ def _groups(published: Any, names: list[str]) -> list[list[str]]:
     converters = [one.reverse_transform() for one in conversions[::-1] if isinstance(one, WeightConverter)]
     groups: dict[str, list[str]] = {}
     for name in names:
-        stored, _ = apply_converters(name, converters)  # type: ignore[arg-type]
+        stored, _ = rename_source_key(name, [], converters, reverse=True)  # type: ignore[arg-type]
         groups.setdefault(stored, []).append(name)
     return list(groups.values())
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from tandem.model.distributed.shards import local_shard
 from tandem.training.checkpoint.host_copy import PinnedMemory
@@ -69,6 +70,12 @@ class HostStates:
         if self._update is not None:
             self._update.synchronize()
 
+    def close(self) -> None:
+        """Release the memory. The states can no longer be used."""
+        self.arrived()
+        if self._memory is not None:
+            self._memory.release()
+
     def buckets(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[Piece]]:
         """Yield pieces of these parameters with their states on the device. Changed states are then copied back.
 
@@ -107,7 +114,7 @@ class HostStates:
             states = {}
             for name, host in self._of(one).items():
                 place = slot[start : start + host.nbytes].view(host.dtype).view(host.shape)
-                states[name] = place.copy_(host, non_blocking=True)
+                states[name] = _alone(place).copy_(host, non_blocking=True)
                 start += _aligned(host.nbytes)
             weight, grad = (local_shard(t) for t in (one.parameter.detach(), one.parameter.grad))
             first = one.rows.start * weight[0].numel() if weight.ndim else 0
@@ -159,6 +166,11 @@ def _in_buckets(states: dict[nn.Parameter, dict[str, Tensor]]) -> list[list[_Row
 
 def _rows(tensor: Tensor, rows: slice) -> Tensor:
     return tensor[rows] if tensor.ndim else tensor
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Return the same memory as a tensor that is not a view: compiled updates refuse views that differ in dtype."""
+    return from_dlpack(to_dlpack(tensor))
 
 
 def _aligned(size: int) -> int:

@@ -118,7 +118,7 @@ def _train(
                     training = build(setup, run, ranks, reporter, stopping=stopping, given=loaded, **last)
                 refuse_different_ranks(ranks, lambda: _resumed_from(training))
                 _warn_of_changed_sets(training)
-                with closing(training.tracking), closing(training.page), closing(training.saver):
+                with closing(training.tracking), closing(training.page), closing(training):
                     _run(training, loaded, per_pair)
             except StoppedError:
                 _report_what_is_kept(kept, loaded.config.checkpointing, reporter)

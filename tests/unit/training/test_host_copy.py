@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tandem.training.checkpoint import host_copy
 from tandem.training.checkpoint.host_copy import HostCopier, PinnedMemory
 from tandem.training.checkpoint.parts import Part
 
@@ -42,3 +43,32 @@ def test_memory_is_pinned_and_released():
     assert large.is_pinned()
     memory.release()
     assert not large.is_pinned()
+
+
+@pytest.mark.gpu
+def test_memory_that_is_dropped_is_not_pinned_any_more():
+    memory = PinnedMemory({"large": torch.zeros(5, 4096, 4096, device="cuda")})
+    large = memory.places["large"]
+    del memory
+    assert not large.is_pinned()
+
+
+@pytest.mark.parametrize("way", ["released", "dropped"])
+def test_all_pinned_memory_is_unpinned(way, monkeypatch):
+    pinned: list[int] = []
+
+    class Driver:
+        @staticmethod
+        def cudaHostRegister(address: int, size: int, flags: int) -> int:
+            pinned.append(address)
+            return 0
+
+        cudaHostUnregister = staticmethod(pinned.remove)
+
+    monkeypatch.setattr(host_copy, "_driver", lambda: Driver)
+    memory = PinnedMemory({"large": torch.zeros(5, 4096, 4096), "small": torch.zeros(3)})
+    assert pinned
+    if way == "released":
+        memory.release()
+    del memory
+    assert not pinned

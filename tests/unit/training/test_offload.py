@@ -9,7 +9,7 @@ from running import few_pairs, killed_after, largest_difference, metrics_of, sho
 
 from tandem.config.load import load_config
 from tandem.errors import MachineError
-from tandem.training import offload
+from tandem.training import adamw, offload
 from tandem.training.adamw import LocalAdamW, RoundedAdamW, Rule
 from tandem.training.checkpoint.parts import part_of
 from tandem.training.offload import BUCKET_BYTES, NUM_BUCKETS, HostStates, bytes_on_device
@@ -42,6 +42,17 @@ def trained(
 @pytest.mark.parametrize("kept", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=["float32 weights", "bfloat16 weights"])
 def test_weights_and_states_are_those_of_states_on_the_device(weights, kept, bucket_bytes, monkeypatch):
+    assert_as_on_the_device(weights, kept, bucket_bytes, monkeypatch)
+
+
+@pytest.mark.parametrize("kept", ["bfloat16", "int8"])
+def test_a_compiled_update_takes_states_that_share_memory(kept, monkeypatch):
+    compiled = torch.compile(adamw._update, dynamic=True, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(adamw, "_update", compiled)
+    assert_as_on_the_device(torch.bfloat16, kept, 100_000, monkeypatch)
+
+
+def assert_as_on_the_device(weights: torch.dtype, kept: Any, bucket_bytes: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(offload, "BUCKET_BYTES", bucket_bytes)
     rule = Rule(0.9, 0.98, 1e-8, 0.1, True, kept)
 

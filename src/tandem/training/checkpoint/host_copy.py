@@ -2,6 +2,7 @@
 
 import mmap
 import sys
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -90,6 +91,9 @@ class PinnedMemory:
 
     torch's own pinned memory is not used: its size is rounded up to a power of two, and allocating it blocks all other use of the
     GPU.
+
+    Memory that is freed must not stay pinned: when the system gives its addresses to something else, the GPU would still read the
+    old pages there.
     """
 
     def __init__(self, tensors: dict[str, Tensor]):
@@ -102,6 +106,8 @@ class PinnedMemory:
                 self._allocate(piece)
                 piece = {}
         self._allocate(piece)
+        self._release = weakref.finalize(self, _unpin, self._pinned)
+        self._release.atexit = False  # a process that ends frees everything
 
     def _allocate(self, tensors: dict[str, Tensor]) -> None:
         size = sum(map(_paged_bytes, tensors.values()))
@@ -120,9 +126,13 @@ class PinnedMemory:
             start += _paged_bytes(tensor)
 
     def release(self) -> None:
-        for address in self._pinned:
-            _driver().cudaHostUnregister(address)
-        self._pinned, self.places = [], {}
+        self._release()
+        self.places = {}
+
+
+def _unpin(addresses: list[int]) -> None:
+    for address in addresses:
+        _driver().cudaHostUnregister(address)
 
 
 def _pages(size: int) -> mmap.mmap:

@@ -141,6 +141,12 @@ class Training:
         self.reporter.detail(f"saving step {self.progress.step}")
         self.page.refresh()
 
+    def close(self) -> None:
+        """Wait for the checkpoint that is being written, and release host memory."""
+        self.saver.close()
+        if self.optimizer.host_states is not None:
+            self.optimizer.host_states.close()
+
     def saved_tensors(self) -> dict[str, Any]:
         """Return the tensors that a checkpoint contains."""
         optimizer = self.optimizer if self.setup.config.checkpointing.save_optimizer else None

@@ -31,25 +31,28 @@ def compile_shapes(
     """
     if not (setup.compiles or policy.attention == "flex"):
         return
-    live = [one for one in references if isinstance(one, LiveReference)][:1]
-    dataset, batches = setup.plan.train, setup.plan.batches.epoch(0)
-    given = [(dataset, shape) for shape in shapes_of(dataset, [(one.preferences, one.bounds) for one in batches])]
-    num_trained = len(given)
-    for one in setup.plan.validation.values():
-        measured = [(portion, None) for portion in portions(one, setup.validation_batch_size)]
-        given += [(one, shape) for shape in shapes_of(one, measured) if shape not in {known for _, known in given}]
-    with reporter.progress("Compiling", len(given)) as done:
-        for number, (packer, shape) in enumerate(given):
+    live = next((one for one in references if isinstance(one, LiveReference)), None)
+    trained = shapes_of(setup.plan.train, [(one.preferences, one.bounds) for one in setup.plan.batches.epoch(0)])
+    measured = dict.fromkeys([] if policy.shares_graphs else trained, setup.plan.train)
+    for packer in setup.plan.validation.values():
+        batches = [(portion, None) for portion in portions(packer, setup.validation_batch_size)]
+        shapes = shapes_of(packer, batches)
+        measured |= {one: packer for one in shapes if not (policy.shares_graphs and one in trained)}
+    with reporter.progress("Compiling", len(trained) + len(measured)) as done, policy.computing():
+        for shape in trained:
+            pack = example(setup.plan.train, shape)
+            _train(policy, pack, setup)
+            if live is not None:
+                live.token_logps(pack, policy.inputs(pack, setup.device))
+            done()
+            check()
+        for shape, packer in measured.items():
             pack = example(packer, shape)
             inputs = policy.inputs(pack, setup.device)
-            with policy.computing():
-                if number < num_trained:
-                    _train(policy, pack, setup)
-                else:
-                    with torch.no_grad():
-                        policy(inputs)
-            for one in live:
-                one.token_logps(pack, inputs)
+            with torch.no_grad():
+                policy(inputs)
+            if live is not None:
+                live.token_logps(pack, inputs)
             done()
             check()
     policy.zero_grad()
