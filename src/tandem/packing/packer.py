@@ -25,6 +25,8 @@ DATASET_PACK = 8192
 # With an `auto` length, a batch has at least this many rows: with fewer, the filler of the last row would be a large part of it.
 # It has fewer if the rows would be too short to be fast on a GPU.
 ROWS_PER_BATCH = 4
+# Batches differ in tokens. A row that is meant for a whole batch holds one that is larger than average by this factor.
+LARGER_BATCH = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +225,8 @@ def _auto_length(sizes: IntArray, *, tokens_per_batch: float | None, usual: int,
     """
     wanted = usual
     if tokens_per_batch is not None:
-        wanted = min(usual, int(max(tokens_per_batch / ROWS_PER_BATCH, min(tokens_per_batch, shortest))))
+        one_row = tokens_per_batch * LARGER_BATCH
+        wanted = min(usual, int(max(tokens_per_batch / ROWS_PER_BATCH, min(one_row, shortest))))
     return max(int(sizes.max()), wanted)
 
 

@@ -33,6 +33,9 @@ LONG_ROW_TOKENS = 16384
 # Tokens per row x weights that keep a GPU busy. With fewer, the GPU finishes a row before the host has launched the next one:
 # with 1.5 billion weights it waited at 4,096 tokens per row, and hardly at 8,192 (docs/benchmarks.md).
 BUSY_TOKENS_TIMES_WEIGHTS = 12e12
+# Ranks that share the weights gather them, and sum gradients, once per row, however long it is. Computing a row takes as long as
+# that with 2,000 tokens inside a machine, and with 16,000 between machines (`tandem plan --gpus`; computed).
+SHARDED_ROW_TOKENS = 8192
 # The share of a GPU's memory that the estimate may use. The rest is for memory that the estimate does not include.
 USABLE_SHARE = 0.85
 # Activations that a layer keeps for the backward pass, as multiples of its hidden and intermediate sizes; fitted to runs of
@@ -141,7 +144,7 @@ def auto_row_length(
     return RowLength(
         fitting,
         f"expected to need {expected / GIB:.0f} of {available / GIB:.0f} GiB; {longer}",
-        min(fitting, int(busy)),
+        min(fitting, int(max(busy, SHARDED_ROW_TOKENS * need.context if need.gathered else 0))),
     )
 
 

@@ -6,21 +6,28 @@ import numpy as np
 import pytest
 import torch
 from models import as_policy, random_preference, tiny_model
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from torch._dynamo.utils import counters
 
 from tandem.model import policy
 from tandem.model.distributed.layers import compile_layers, freeze
+from tandem.model.lora.layers import TrainingDropout
 from tandem.packing.layout import lay_out
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def compiled(monkeypatch):
-    """A policy whose layers are compiled by a backend that needs no C++ compiler."""
+@pytest.fixture(autouse=True)
+def quick_compiler(monkeypatch):
+    """Layers are compiled by a backend that needs no C++ compiler."""
     torch._dynamo.reset()
     compile = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **given: compile(self, backend="aot_eager", **given))
+
+
+@pytest.fixture
+def compiled():
     policy = as_policy(tiny_model("llama"))
     compile_layers(policy)
     return policy
@@ -76,3 +83,17 @@ def test_a_frozen_policy_has_graphs_of_its_own(compiled, inputs):
         compiled(inputs)
     assert not compiled.shares_graphs
     assert num_graphs() > before
+
+
+def test_dropout_is_not_applied_without_gradients(inputs):
+    model = tiny_model("llama")
+    inject_adapter_in_model(LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False), model)
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.lora_dropout["default"] = TrainingDropout(0.5)
+    dropping = as_policy(model)
+    compile_layers(dropping)
+    with torch.no_grad():
+        first, second = dropping(inputs), dropping(inputs)
+    assert torch.equal(first, second)
+    assert not torch.equal(dropping(inputs), first)

@@ -128,6 +128,12 @@ def test_rows_of_a_batch_are_not_so_short_that_the_gpu_would_wait(monkeypatch):
     assert row("1.5B", monkeypatch).shortest == 7_773
     assert row("8B", monkeypatch, **FEW_BITS).shortest == 1_494
     assert row("135M", monkeypatch).shortest == 65_536
+
+
+def test_ranks_that_share_weights_take_longer_rows_because_they_gather_weights_for_each(monkeypatch):
+    assert row("8B", monkeypatch, num_ranks=8, **FEW_BITS).shortest == 8_192
+    assert row("8B", monkeypatch, num_ranks=8, card=48, **FEW_BITS).shortest == 4_096  # no longer row fits
+    assert row("135M", monkeypatch, num_ranks=8).shortest == 65_536
     assert row("135M", monkeypatch, card=24).shortest == 16_384
 
 

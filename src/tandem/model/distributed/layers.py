@@ -20,6 +20,7 @@ from tandem.model.distributed.context import Context
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.files.source import ModelSource
 from tandem.model.load import empty_model
+from tandem.model.lora.layers import TrainingDropout
 from tandem.model.lora.magnitudes import Magnitudes
 from tandem.model.policy import Policy
 from tandem.model.precision.rounding import ShardCasts, salt_in_policy
@@ -137,11 +138,12 @@ def compile_layers(policy: Policy) -> None:
     """Compile each layer separately, so that layers of the same kind share a graph.
 
     There is one graph for each pack length and each kind of attention. Passes without gradients use it too, unless the policy is
-    frozen. Convolutions and scans of recurrent layers are not compiled in packs, nor where they are kernels: a layer is then
-    several graphs.
+    frozen, or has dropout, which they must not apply. Convolutions and scans of recurrent layers are not compiled in packs, nor
+    where they are kernels: a layer is then several graphs.
     """
     allow_many_graphs()
-    policy.shares_graphs = any(True for _ in policy.trained())
+    drops = any(isinstance(module, TrainingDropout) for module in policy.modules())
+    policy.shares_graphs = any(True for _ in policy.trained()) and not drops
     for layer in decoder_layers(policy.model):
         layer.compile(fullgraph=not policy.architecture.recurrent, dynamic=False)
 
