@@ -30,7 +30,21 @@ FUNCTIONS = (
 )
 # Options that no function has: only their commands name them in messages.
 OF_COMMANDS_ALONE = {
-    *("--config", "--resume", "--port", "--gpu", "--price-per-hour", "--no-network", "--json", "--prompt", "--html"),
+    *(
+        "--config",
+        "--resume",
+        "--port",
+        "--gpu",
+        "--gpus",
+        "--machines",
+        "--link",
+        "--network",
+        "--price-per-hour",
+        "--no-network",
+        "--json",
+        "--prompt",
+        "--html",
+    ),
     *("--row", "--model", "--output-dir", "--to-nemo", "--from-nemo", "--pack-sizes", "--quiet"),
 }
 # Not messages that a function may give: arguments of processes, commands to copy, command lines that are read.

@@ -325,8 +325,8 @@ def leaking_reference(monkeypatch, folder):
     model_folder(folder, "llama", num_hidden_layers=1, initializer_range=0.05)
     forward = policy.Policy._trunk
 
-    def leaking(self, inputs):
-        hidden = forward(self, inputs)
+    def leaking(self, inputs, mode):
+        hidden = forward(self, inputs, mode)
         is_reference = self.packed and self.model.config.num_hidden_layers == 1
         return hidden + 0.1 * hidden.roll(1, dims=1) if is_reference else hidden
 

@@ -8,7 +8,8 @@ from tandem.config.sections.policy import Lora, Optimizer, Packing, Policy
 from tandem.errors import OutOfMemoryError
 from tandem.storage.cache import GIB
 from tandem.training import memory, trainer
-from tandem.training.memory import forecast, refuse_forecast_overflow, suggest_less_memory
+from tandem.training.forecast import Forecast, forecast, refuse_forecast_overflow
+from tandem.training.memory import suggest_less_memory
 
 
 def model():
@@ -30,12 +31,10 @@ def test_more_than_the_gpu_has_is_refused_before_the_first_step(monkeypatch):
         total_memory = 80 * GIB
 
     monkeypatch.setattr(memory.torch.cuda, "get_device_properties", lambda device: Card)
-    fits = memory.Forecast(20 * GIB, 20 * GIB, 30 * GIB, 10 * GIB, 8192)
+    fits = Forecast(20 * GIB, 20 * GIB, 30 * GIB, 10 * GIB, 8192)
     refuse_forecast_overflow(fits, torch.device("cuda"), Policy())
     with pytest.raises(OutOfMemoryError) as refused:
-        refuse_forecast_overflow(
-            memory.Forecast(20 * GIB, 20 * GIB, 20 * GIB, 30 * GIB, 8192), torch.device("cuda"), Policy()
-        )
+        refuse_forecast_overflow(Forecast(20 * GIB, 20 * GIB, 20 * GIB, 30 * GIB, 8192), torch.device("cuda"), Policy())
     assert str(refused.value) == (
         "the run needs 90.0 GiB and the GPU has 80.0: weights 20.0, gradients 20.0, optimizer states 20.0, activations in "
         "rows of 8,192 tokens 30.0: 90.0 GiB. To use less memory, try policy.packing.pack_length below 8192 (rows may be as "

@@ -34,7 +34,7 @@ from tandem.training.checkpoint.checkpoints import (
 )
 from tandem.training.checkpoint.host_copy import HostCopier
 from tandem.training.checkpoint.ranking import Ranking
-from tandem.training.memory import Forecast
+from tandem.training.forecast import Forecast
 from tandem.training.metrics import TIE_BAND
 from tandem.training.optimizer import make_optimizer, make_scheduler
 from tandem.training.run.callbacks import Callbacks

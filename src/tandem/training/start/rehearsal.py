@@ -13,7 +13,7 @@ from tandem.packing.layout import IntArray, Pack, join
 from tandem.packing.packer import Packer
 from tandem.report.reporter import Reporter
 from tandem.training.adamw import state_bytes
-from tandem.training.memory import Forecast, forecast, refuse_forecast_overflow
+from tandem.training.forecast import Forecast, forecast, refuse_forecast_overflow
 from tandem.training.start.setup import Setup
 from tandem.training.step import count_experts
 from tandem.training.validation import portions
