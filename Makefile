@@ -24,7 +24,7 @@ help:  ## list the targets
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" $(if $(PINS),"$(PINS)")
 	@touch $@
 
 .PHONY: train
@@ -39,6 +39,11 @@ test: $(READY)  ## set up, then run the tests
 test-slow: $(READY)  ## the tests that take minutes; SHARD=1/3 runs a third of them
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[demo]"
 	$(PYTEST) -m "slow and not gpu" $(if $(SHARD),--shard=$(SHARD))
+
+# In a venv of its own. transformers changes most between its versions.
+.PHONY: test-oldest
+test-oldest:  ## the tests, with the oldest transformers that is supported
+	$(MAKE) test VENV=.venv-oldest PINS="transformers==$$(sed -n 's/.*"transformers>=\([0-9.]*\).*/\1/p' pyproject.toml).*"
 
 .PHONY: faults
 faults: $(READY)  ## kills, full disks, damaged files: every fault a run must survive
@@ -94,4 +99,4 @@ demo: $(READY)  ## align a real model (SmolLM2-135M) on the bundled pairs, and c
 
 .PHONY: clean
 clean:  ## remove the environment and caches of tools (runs stay)
-	rm -rf $(VENV) $(DOCS_VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-oldest $(DOCS_VENV) .pytest_cache .ruff_cache .hypothesis build dist
