@@ -1,11 +1,12 @@
 """Measures the host memory of two CPU ranks that load a large model by rows, save a checkpoint and export the model.
 
-    python benchmarks/host_memory.py [--layers 2] [--vocabulary 16032] [--folder /tmp/host-memory] [--write]
+    python benchmarks/host_memory.py [--shape llama3.1-70b] [--layers 2] [--vocabulary 16032] [--write]
 
-The model has decoder layers of Llama 3.1 70B (1.7 GB each in bfloat16) and random weights, which stay bfloat16. Of each stage,
-the most anonymous memory of a rank is sampled every 5 ms, and the most resident memory, which includes mapped files, is VmHWM of
-/proc/self/status. Needs Linux, 16 GB of disk space and 9 GB of memory. The last line is one JSON object. `--write` puts the
-table, with numbers computed from it for all 80 layers, into docs/scaling.md, and appends the result to benchmarks/results.
+The model has decoder layers of a real shape (1.7 GB each in bfloat16 at 70B) and random weights, which stay bfloat16. Of each
+stage, the most anonymous memory of a rank is sampled every 5 ms, and the most resident memory, which includes mapped files, is
+VmHWM of /proc/self/status. Needs Linux; at 70B 16 GB of disk space and 9 GB of memory. The last line is one JSON object.
+`--write` puts the table, with numbers computed from it for all layers, into docs/scaling.md, and appends the result to
+benchmarks/results.
 """
 
 import gc
@@ -28,7 +29,6 @@ from tandem.storage.cache import GIB
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
 RESULTS = Path(__file__).parent / "results" / "host_memory.jsonl"
-SHAPE = "llama3.1-70b"
 NUM_RANKS = 2
 SAMPLE_SECONDS = 0.005
 STAGES = ("load", "checkpoint", "export")
@@ -37,6 +37,7 @@ COMPUTED_FOR = (8, 16, 64)  # ranks
 
 def main() -> None:
     parser = options_of(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="llama3.1-70b")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--vocabulary", type=int, default=16_032, help="rows of the embeddings; Llama 3.1 has 128,256")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tandem-host-memory"))
@@ -47,11 +48,16 @@ def main() -> None:
         print(json.dumps(measure(options.rank, options.folder)))
         return
     shutil.rmtree(options.folder, ignore_errors=True)
-    write_model(options.folder / "model", options.layers, options.vocabulary)
+    write_model(options.folder / "model", options.shape, options.layers, options.vocabulary)
     ranks = start_ranks(options.folder)
     shutil.rmtree(options.folder)
-    result = {"benchmark": "host_memory", "shape": SHAPE, "layers": options.layers, "vocabulary": options.vocabulary}
-    table = as_table(ranks)
+    result = {
+        "benchmark": "host_memory",
+        "shape": options.shape,
+        "layers": options.layers,
+        "vocabulary": options.vocabulary,
+    }
+    table = as_table(ranks, options.shape)
     print(table)
     line = json.dumps(result | {"ranks": ranks})
     print(line)
@@ -61,7 +67,7 @@ def main() -> None:
         PAGE.write_text(with_table(PAGE.read_text(), "host-memory", table))
 
 
-def write_model(folder: Path, layers: int, vocabulary: int) -> None:
+def write_model(folder: Path, shape: str, layers: int, vocabulary: int) -> None:
     """Write random weights, one file for each layer, without ever holding more than a layer."""
     import torch
     from safetensors.torch import save_file
@@ -69,7 +75,7 @@ def write_model(folder: Path, layers: int, vocabulary: int) -> None:
 
     from tandem.model.files.tiny import tiny_tokenizer
 
-    config = config_of(SHAPE)
+    config = config_of(shape)
     config.num_hidden_layers, config.vocab_size, config.dtype = layers, vocabulary, torch.bfloat16
     config.architectures = ["LlamaForCausalLM"]
     with torch.device("meta"):
@@ -152,7 +158,7 @@ def measure(number: int, folder: Path) -> dict[str, Any]:
         copier.close()
     with sampled(found, "export"):
         form: dict[str, Any] = {"dtype": torch.bfloat16, "rounding": "stochastic", "max_shard_size": "5GB"}
-        export_model(policy, source.config, template, folder / "export", ranks, **form, measure=lambda _: None)
+        export_model(policy, source, template, folder / "export", ranks, **form, measure=lambda _: None)
     dist.destroy_process_group()
     return found
 
@@ -182,7 +188,7 @@ def memory() -> dict[str, int]:
     return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[-1] == "kB"}
 
 
-def as_table(ranks: list[dict[str, Any]]) -> str:
+def as_table(ranks: list[dict[str, Any]], shape: str) -> str:
     """Return the measured memory of the rank that needed most, and what follows for all layers of the model."""
     lines = [
         "| | load | checkpoint | export, first rank | export, others |",
@@ -198,14 +204,19 @@ def as_table(ranks: list[dict[str, Any]]) -> str:
     # Beyond what the process had before and its weights: of the rows of one weight, of all weights, of one whole weight.
     units = (largest / NUM_RANKS, own, largest, largest)
     multiples = [max(0.0, peak - before - own) / unit for peak, unit in zip(peaks, units, strict=True)]
-    total, biggest = full_model()
+    total, biggest = full_model(shape)
     for count in COMPUTED_FOR:
         rows = total / count
         needs = [
             before + rows + many * unit
             for many, unit in zip(multiples, (biggest / count, rows, biggest, biggest), strict=True)
         ]
-        lines.append(row(f"*computed*, 80 layers, {count} ranks, {rows / GIB:.1f} GiB of weights each", needs))
+        lines.append(
+            row(
+                f"*computed*, {SHAPES[shape].sizes[2]} layers, {count} ranks, {rows / GIB:.1f} GiB of weights each",
+                needs,
+            )
+        )
     return "\n".join(lines)
 
 
@@ -213,11 +224,11 @@ def row(name: str, sizes: list[float]) -> str:
     return f"| {name} | {' | '.join(f'{size / GIB:.1f} GiB' for size in sizes)} |"
 
 
-def full_model() -> tuple[float, float]:
+def full_model(shape: str) -> tuple[float, float]:
     """Return the bytes of all weights of the shape in bfloat16, and of the largest one."""
-    hidden, intermediate, layers, heads, key_heads = SHAPES[SHAPE].sizes
+    hidden, intermediate, layers, heads, key_heads = SHAPES[shape].sizes
     attention = 2 * hidden * hidden * (1 + key_heads / heads)
-    table = SHAPES[SHAPE].vocabulary * hidden
+    table = SHAPES[shape].vocabulary * hidden
     return 2 * (layers * (attention + 3 * hidden * intermediate) + 2 * table), 2 * table
 
 

@@ -269,6 +269,13 @@ FEW = ("policy.train_global_batch_size=4", "policy.max_total_sequence_length=512
 
 
 @pytest.mark.slow
+def test_host_memory(bench):
+    given = ("--shape", "tiny", "--vocabulary", 2048, "--folder", "host-memory")
+    result = last_line(bench("host_memory", *given))
+    assert [set(rank) >= {"load", "checkpoint", "export"} for rank in result["ranks"]] == [True, True]
+
+
+@pytest.mark.slow
 def test_prepare(bench):
     # Of so few rows most of the time is the start of processes, and the targets are missed.
     result = last_line(bench("prepare", "--tokenizer", MODEL, "--rows", 300), 0, 1)
