@@ -123,6 +123,7 @@ def main() -> None:
             *("--pairs", str(o.pairs), "--pack-length", str(o.pack_length)),
             *OURS[setting],
         )
+        print(f"{setting}: tandem {speed_and_memory(ours)}", file=sys.stderr, flush=True)  # TRL takes longer
         batch = ("--micro-batch", str(micro[setting]), "--accumulate", str(o.pairs // micro[setting]))
         tuned = THEIRS[setting]
         if o.trl_compile:  # torch.compile cannot trace Liger's kernels: both together are slower than Liger alone
