@@ -2,12 +2,14 @@
 
     python benchmarks/curve.py --model FOLDER --data hh_harmless_test.jsonl.gz [--seeds 3] [--plot FILE] [--trl-python PYTHON]
     python benchmarks/curve.py ... --systems "TRL, float32" --seeds 1 --steps 20
+    python benchmarks/curve.py ... --lora 16 --rate 1e-4
 
 tandem tokenises the pairs once, and both train on its token ids. Float32 weights, bfloat16 computation on a GPU, AdamW,
 learning rate 5e-6, beta 0.1, batches of 32 pairs, two epochs, no warm-up; validation before, every 20 steps and after. Times
 count from the command and from the first step. The first seed runs alone and is the only one timed and plotted; the others
 run at the same time, for their final values only (`--only-ends`: all seeds do). Each result is printed when its run ends.
-"TRL, float32" computes in float32, which takes minutes. The last line is one JSON object.
+"TRL, float32" computes in float32, which takes minutes. `--lora` trains adapters of all linear layers but the head. The last
+line is one JSON object.
 """
 
 import argparse
@@ -33,7 +35,7 @@ from tandem.errors import TandemError
 from tandem.training.start.setup import set_up
 
 HERE = Path(__file__).parent
-PERIOD, PAIRS, EPOCHS, RATE, BETA, LONGEST = 20, 32, 2, 5e-6, 0.1, 1024
+EPOCHS, BETA, LONGEST = 2, 0.1, 1024
 
 
 def settings_of(o: argparse.Namespace, kept: Path, held_out: Path) -> list[str]:
@@ -41,18 +43,19 @@ def settings_of(o: argparse.Namespace, kept: Path, held_out: Path) -> list[str]:
         f"policy.model_name={o.model}",
         f"data.train.data_path={kept}",
         f"data.validation.data_path={held_out}",
-        f"policy.train_global_batch_size={PAIRS}",
-        f"policy.optimizer.kwargs.lr={RATE}",
+        f"policy.train_global_batch_size={o.pairs}",
+        f"policy.optimizer.kwargs.lr={o.rate}",
         "policy.scheduler=null",
         f"policy.max_total_sequence_length={LONGEST}",
         f"dpo.reference_policy_kl_penalty={BETA}",
         f"dpo.max_num_epochs={EPOCHS}",
-        f"dpo.val_period={PERIOD}",
+        f"dpo.val_period={o.period}",
         "dpo.val_at_start=true",
         "dpo.val_at_end=true",
         "data.max_filtered_share=0.5",
         "data.drop_last=false",
         *([f"dpo.max_num_steps={o.steps}"] if o.steps > 0 else []),
+        *(["policy.lora.enabled=true", f"policy.lora.dim={o.lora}", f"policy.lora.alpha={2 * o.lora}"] if o.lora else []),
         "checkpointing.enabled=false",
         *o.more,
     ]
@@ -99,11 +102,12 @@ def theirs(
         "bfloat16": bfloat16,
         "epochs": EPOCHS,
         "steps": o.steps,
-        "pairs": PAIRS,
-        "rate": RATE,
+        "pairs": o.pairs,
+        "rate": o.rate,
         "beta": BETA,
         "longest": LONGEST,
-        "period": PERIOD,
+        "period": o.period,
+        "lora": o.lora,
     }
     command = [
         *(o.trl_python, str(HERE / "trl_curve.py"), "--began", str(time.time()), "--model", o.model),
@@ -152,6 +156,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--systems", nargs="+", default=["tandem", "TRL"], choices=["tandem", "TRL", "TRL, float32"])
     parser.add_argument("--steps", type=int, default=-1, help="number of steps; -1: all")
+    parser.add_argument("--pairs", type=int, default=32, help="pairs in a step")
+    parser.add_argument("--period", type=int, default=20, help="steps between validations")
+    parser.add_argument("--rate", type=float, default=5e-6, help="learning rate")
+    parser.add_argument("--lora", type=int, default=0, metavar="DIM", help="train adapters of this rank; 0: all weights")
     parser.add_argument("--only-ends", action="store_true", help="run all seeds at the same time; nothing is timed")
     parser.add_argument("--micro-batch", type=int, default=16, help="pairs in a micro-batch of TRL")
     parser.add_argument("--trl-python", default=sys.executable)

@@ -94,8 +94,14 @@ def main() -> None:
         disable_tqdm=True,
         seed=o.seed,
     )
+    adapters = None
+    if dim := s["lora"]:
+        import peft
+
+        adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=dim, lora_alpha=2 * dim, target_modules="all-linear")
     trainer = Trainer(
         model=policy,
+        peft_config=adapters,
         args=settings,
         train_dataset=read(o.train),
         eval_dataset=read(o.held_out),

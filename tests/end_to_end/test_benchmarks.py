@@ -351,8 +351,9 @@ def test_precision(bench, pairs, tmp_path):
 
 
 @pytest.mark.slow
-def test_curve_of_tandem(bench, pairs, tmp_path):
-    own = ("--model", MODEL, "--data", pairs, "--systems", "tandem", "--seeds", 1, "--steps", 2)
+@pytest.mark.parametrize("adapters", [(), ("--lora", 4, "--rate", "1e-4")], ids=["all weights", "adapters"])
+def test_curve_of_tandem(bench, pairs, tmp_path, adapters):
+    own = ("--model", MODEL, "--data", pairs, "--systems", "tandem", "--seeds", 1, "--steps", 2, *adapters)
     ended = bench("curve", *own, "--folder", tmp_path, "--plot", "curve.svg")
     (points,) = last_line(ended)["curves"]["tandem"]
     assert [point["step"] for point in points] == [0, 2]

@@ -47,7 +47,7 @@ class GpuOptions:
     network: float | None = None
 
     def check(self) -> None:
-        """Raise ConfigError for numbers that cannot be."""
+        """Raise ConfigError for impossible numbers."""
         if self.gpus is not None and self.gpus < 1:
             raise ConfigError(f"--gpus {self.gpus}: not a number of GPUs. Give the GPUs of one machine, 1 or more.")
         if self.machines is not None and self.machines < 1:
@@ -110,7 +110,7 @@ NO_OPTIONS = GpuOptions()
 
 
 def planned_mesh(config: Config, count: GpuCount) -> MeshShape:
-    """Return the mesh of so many GPUs. Raise ConfigError if policy.parallel does not divide them."""
+    """Return the mesh of this many GPUs. Raise ConfigError if policy.parallel does not divide them."""
     return mesh_shape(
         config.policy.parallel, count.total, way_out="plan for another number of GPUs (--gpus N, --machines N)"
     )

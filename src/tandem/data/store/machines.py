@@ -22,7 +22,7 @@ from tandem.data.store.writer import ChunkResult
 from tandem.errors import AlreadyReportedError, ConfigError, DataError, TandemError, exit_code_of
 from tandem.storage.ownership import temporary_folder
 
-# In each round, every machine tokenises so many chunks for each of its workers: with more, the last round would be less even.
+# In each round, every machine tokenises this many chunks per worker. With more, the last round would be less even.
 CHUNKS_PER_WORKER = 4
 CHUNKS_PER_ROUND = 512  # at most, of all machines; about 64 MB of text. The results of a round are in memory at once
 SECONDS_TO_APPEAR = 60.0  # network file systems may show a new folder to other machines late

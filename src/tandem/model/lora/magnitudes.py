@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from tandem.model.distributed.shards import local_shard
 
-# Lengths are computed for so many numbers at a time, which limits memory.
+# Lengths are computed for this many numbers at a time, to limit memory.
 NUMBERS_AT_ONCE = 1 << 26
 
 
