@@ -4,8 +4,9 @@
     python benchmarks/hybrids.py --shape qwen3.5-2b --pairs 128 --pack-length 16384 --rows 16
 
 Unpacked, every sequence is a row, sorted by length and padded as `policy.packing.mode=none` does it; --rows is the number of
-pairs that go through the model together: give the largest that fits in memory. Each way runs in its own process. Prints a table,
-how the recurrent layers were computed, and one JSON object per way. The times are meaningful only on a GPU.
+pairs that go through the model together. If they do not fit in memory, half as many are tried, and so on. Each way runs in its
+own process. Prints a table, how the recurrent layers were computed, and one JSON object per way. The times are meaningful only on
+a GPU.
 """
 
 import argparse
@@ -72,6 +73,11 @@ def measure(way: str, o: argparse.Namespace) -> None:
     print(json.dumps(result))
 
 
+def run(way: str, rows: int) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, *sys.argv, "--rows", str(rows), "--only", way]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True)
+
+
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--shape", choices=[name for name in SHAPES if SHAPES[name].more], default="tiny-granite4")
@@ -90,7 +96,10 @@ def main() -> None:
         return
     results = []
     for way in o.ways:
-        child = subprocess.run([sys.executable, *sys.argv, "--only", way], stdout=subprocess.PIPE, text=True)
+        rows = o.rows
+        while (child := run(way, rows)).returncode and way == "unpacked" and rows > 1:
+            rows //= 2
+            print(f"{way:>22}  failed, see above; next with --rows {rows}", flush=True)
         if child.returncode:
             print(f"{way:>22}  failed, see above", flush=True)
             continue
