@@ -55,7 +55,11 @@ def settings_of(o: argparse.Namespace, kept: Path, held_out: Path) -> list[str]:
         "data.max_filtered_share=0.5",
         "data.drop_last=false",
         *([f"dpo.max_num_steps={o.steps}"] if o.steps > 0 else []),
-        *(["policy.lora.enabled=true", f"policy.lora.dim={o.lora}", f"policy.lora.alpha={2 * o.lora}"] if o.lora else []),
+        *(
+            ["policy.lora.enabled=true", f"policy.lora.dim={o.lora}", f"policy.lora.alpha={2 * o.lora}"]
+            if o.lora
+            else []
+        ),
         "checkpointing.enabled=false",
         *o.more,
     ]
@@ -159,7 +163,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=32, help="pairs in a step")
     parser.add_argument("--period", type=int, default=20, help="steps between validations")
     parser.add_argument("--rate", type=float, default=5e-6, help="learning rate")
-    parser.add_argument("--lora", type=int, default=0, metavar="DIM", help="train adapters of this rank; 0: all weights")
+    parser.add_argument(
+        "--lora", type=int, default=0, metavar="DIM", help="train adapters of this rank; 0: all weights"
+    )
     parser.add_argument("--only-ends", action="store_true", help="run all seeds at the same time; nothing is timed")
     parser.add_argument("--micro-batch", type=int, default=16, help="pairs in a micro-batch of TRL")
     parser.add_argument("--trl-python", default=sys.executable)

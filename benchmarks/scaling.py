@@ -143,7 +143,14 @@ def flat(settings: dict[str, Any]) -> dict[str, Any]:
 
 def table(card: Card) -> str:
     names = [
-        *("model", "GPUs", "replicate x shard x context", "pack length", "settings of `policy.`", "memory per rank"),
+        *(
+            "model",
+            "GPUs",
+            "replicate x shard x context",
+            "pack length",
+            "settings (under `policy.`)",
+            "memory per rank",
+        ),
         *("exchanged per pack", "computed per pack", "efficiency", "pairs/s"),
     ]
     rows = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]

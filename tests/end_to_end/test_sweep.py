@@ -117,7 +117,7 @@ def test_a_run_that_fails_does_not_stop_the_others(whole, tmp_path):
     assert "warning: max_total_sequence_length-2 failed: " in ended.stdout
     assert ended.stderr == (
         f"tandem: error: 1 of 2 runs failed: max_total_sequence_length-2. Their logs are in {tmp_path}/sweep/logs; the same "
-        "command tries them again.\n"
+        "command retries them.\n"
     )
     assert is_export(tmp_path / "sweep/max_total_sequence_length-128/model")
 

@@ -255,7 +255,7 @@ def test_a_run_resumes_with_another_mesh(folder):
         shutil.rmtree(run / "model")
         shutil.rmtree(run / f"checkpoints/step_{STEPS}")
     said = run_together(2, [[*settings, mesh, f"run.dir={run}"] for (_, mesh), run in resumed.items()], folder)
-    for words, run in zip(("2 shards, context 2", "2 replicas of 1 shards"), resumed.values(), strict=True):
+    for words, run in zip(("2 shards, context 2", "2 replicas of 1 shard"), resumed.values(), strict=True):
         assert f"Resuming from {run}/checkpoints/step_2" in said[0]
         assert f"Ranks: 2 ({words})" in said[0]
     for run in (*whole.values(), *resumed.values()):

@@ -111,7 +111,7 @@ AllowCode = Annotated[
     bool,
     typer.Option(
         "--allow-code",
-        help="Let the configuration file name Python code to run (FILE.py:FUNCTION). Overrides may anyway.",
+        help="Let the configuration file name Python code to run (FILE.py:FUNCTION). Overrides on the command line always may.",
     ),
 ]
 

@@ -25,7 +25,7 @@ def show_config(
     ] = None,
     from_format: FromFormat = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="With --from, show every key with what became of it.")
+        bool, typer.Option("--verbose", "-v", help="With --from, show how every key was translated.")
     ] = False,
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON schema of configuration files, for editors.")

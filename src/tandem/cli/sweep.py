@@ -63,5 +63,5 @@ def run_sweep(
     if failed := [run.name for run in result.failed]:
         raise TandemError(
             f"{len(failed)} of {len(result.runs)} runs failed: {', '.join(failed)}. Their logs are in {result.folder}/logs; "
-            "the same command tries them again."
+            "the same command retries them."
         )

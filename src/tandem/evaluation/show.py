@@ -137,7 +137,9 @@ def _show_calibration(found: Evaluation, printer: _Printer) -> None:
         for one in found.calibration.bins
     ]
     printer.table(
-        "Calibration: sigmoid(|margin|) and the share ordered right", ["of", "pairs", "confidence", "accuracy"], rows
+        "Calibration: sigmoid(|margin|) and the share ordered correctly",
+        ["of", "pairs", "confidence", "accuracy"],
+        rows,
     )
 
 

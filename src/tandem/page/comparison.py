@@ -59,8 +59,8 @@ def how_clear(*, is_clear: bool, num_equal: int) -> str:
         return "The intervals of all other runs are below it."
     if num_equal:
         return (
-            f"{num_equal} other {'run has' if num_equal == 1 else 'runs have'} the same; the largest margin before scaling "
-            "by beta is marked."
+            f"{num_equal} other {'run has' if num_equal == 1 else 'runs have'} the same accuracy; the run with the largest "
+            "margin before scaling by beta is marked."
         )
     return "Its interval overlaps with that of another run: the difference may be chance."
 

@@ -106,7 +106,10 @@ def _time(found: RunEstimate) -> list[tuple[str, str]]:
     several = found.several
     if several is not None and several.efficiency is not None:
         share = several.efficiency * (1 - several.waiting)
-        rows[-1] = ("speed", f"{rows[-1][1]}, {share:.0%} of {several.gpus.total} single GPUs (computed)")
+        rows[-1] = (
+            "speed",
+            f"{rows[-1][1]}, {share:.0%} of {several.gpus.total} times the speed of one GPU (computed)",
+        )
     if found.cost is not None:
         price = f"{found.price_per_hour:g} per hour"
         each = "" if several is None else f" for each of {several.gpus.total} GPUs"

@@ -136,11 +136,14 @@ def auto_row_length(
     useful = [length for length in lengths if length < 2 * max(LONG_ROW_TOKENS * need.context, busy)]
     fits = (length for length in useful if need.fixed + need.temporary(length * together) <= USABLE_SHARE * available)
     fitting = next(fits, lengths[-1])
-    longer = "longer rows gain little" if fitting == useful[0] else "longer rows would not fit"
     expected = need.fixed + need.temporary(fitting * together)
+    if expected > USABLE_SHARE * available:
+        why = "; there is no shorter length"
+    else:
+        why = "; longer rows gain little" if fitting == useful[0] else "; longer rows would not fit"
     return RowLength(
         fitting,
-        f"expected to need {expected / GIB:.0f} of {available / GIB:.0f} GiB; {longer}",
+        f"expected to need {expected / GIB:.0f} of {available / GIB:.0f} GiB{why}",
         min(fitting, int(max(busy, SHARDED_ROW_TOKENS * need.context if need.gathered else 0))),
     )
 

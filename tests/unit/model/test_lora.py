@@ -332,7 +332,7 @@ def test_a_dora_adapter_is_read_and_refused_where_it_does_not_fit(source, adapte
     )
     monkeypatch.setattr(module, "_check_quantization", lambda *_: None)
     assert refusal(source, adapter=str(folder), quantization="nf4") == (
-        f"{key}: a DoRA adapter does not work with policy.lora.quantization = nf4: the lengths of rows are computed from weights "
+        f"{key}: a DoRA adapter does not work with policy.lora.quantization = nf4: row norms are computed from weights "
         "that are not quantised. Leave out policy.lora.quantization."
     )
     assert refusal(source, adapter=str(rewrite_config(folder, use_dora=False))) == (

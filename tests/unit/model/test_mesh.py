@@ -17,7 +17,7 @@ from tandem.model.distributed.process_group import make_ranks
 @pytest.mark.parametrize(
     ("parallel", "num_ranks", "shape", "weight_shards", "words"),
     [
-        ({}, 1, MeshShape(), 1, "1 shards"),
+        ({}, 1, MeshShape(), 1, "1 shard"),
         ({}, 8, MeshShape(shard=8), 8, "8 shards"),
         ({"replicate": 2}, 8, MeshShape(replicate=2, shard=4), 4, "2 replicas of 4 shards"),
         ({"replicate": -1, "shard": 2}, 8, MeshShape(replicate=4, shard=2), 2, "4 replicas of 2 shards"),
@@ -54,7 +54,7 @@ def test_a_mesh_that_does_not_fit_the_ranks_is_refused(parallel, num_ranks, need
     [
         (
             "policy.parallel={replicate: -1, shard: -1}",
-            "policy.parallel.replicate and policy.parallel.shard are both -1, which means the ranks that are left. Give a "
+            "policy.parallel.replicate and policy.parallel.shard are both -1, which means all remaining ranks. Give a "
             "number for one of them.",
         ),
         (

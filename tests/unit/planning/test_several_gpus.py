@@ -288,7 +288,7 @@ def test_what_is_assumed_is_printed(model, on_eight, capsys):
     said = " ".join(said.split())
     assert "; assumed: 300 GB/s per GPU inside a machine, and 80% of the exchange overlaps with computation" in said
     assert "% of the computation, for the rank whose packs have the most attention" in said
-    assert "% of 8 single GPUs (computed)" in said
+    assert "% of 8 times the speed of one GPU (computed)" in said
     assert ", at 2.5 per hour for each of 8 GPUs" in said
     machines = planned(model, "policy.parallel.replicate=2", options=GpuOptions(gpus=8, machines=2))
     said = " ".join(shown(machines, capsys).split())

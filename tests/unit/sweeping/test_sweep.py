@@ -66,10 +66,10 @@ def test_python_gets_the_same_sweep_as_the_command(tmp_path):
 
 def test_runs_that_are_equally_good_are_said_to_be():
     assert how_clear(is_clear=False, num_equal=1) == (
-        "1 other run has the same; the largest margin before scaling by beta is marked."
+        "1 other run has the same accuracy; the run with the largest margin before scaling by beta is marked."
     )
     assert how_clear(is_clear=False, num_equal=2) == (
-        "2 other runs have the same; the largest margin before scaling by beta is marked."
+        "2 other runs have the same accuracy; the run with the largest margin before scaling by beta is marked."
     )
 
 
@@ -151,7 +151,7 @@ def test_a_run_that_fails_or_crashes_is_reported_and_the_others_are_trained(tmp_
     assert "  seed-13    failed" in out
     assert NO_MATCH in out
     assert err == (
-        "tandem: error: 2 of 3 runs failed: seed-13, seed-14. Their logs are in s/logs; the same command tries them again.\n"
+        "tandem: error: 2 of 3 runs failed: seed-13, seed-14. Their logs are in s/logs; the same command retries them.\n"
     )
     assert is_export(tmp_path / "s/seed-3/model")
     command(monkeypatch, capsys, "run.seed=13,14,3", "--out", "s")

@@ -34,7 +34,7 @@ def short_lines(translation: Translation) -> list[str]:
 
 
 def full_table(translation: Translation, file: str | None) -> str:
-    """Every key with what became of it."""
+    """Every key, and how it was translated."""
     return "\n".join([summary(translation, file), *_sections(translation), ""])
 
 

@@ -16,15 +16,15 @@ class Parallel(Section):
     replicate: Literal[-1] | Positive = Field(
         default=1,
         description="groups of ranks that each hold all weights; set it to the number of machines to shard inside each "
-        "machine only; -1: the ranks that are left",
+        "machine only; -1: all remaining ranks",
     )
     shard: Literal[-1] | Positive = Field(
         default=REST,
-        description="ranks that divide the batch, the weights and the optimizer states among them; -1: the ranks that are left",
+        description="ranks that divide the batch, the weights and the optimizer states among them; -1: all remaining ranks",
     )
     context: Positive = Field(
         default=1,
-        description="ranks that divide every row among them, for rows too long for one GPU",
+        description="ranks that divide every pack among them, for packs too long for one GPU",
     )
     reshard_after_forward: bool = Field(
         default=True,
@@ -40,7 +40,7 @@ class Parallel(Section):
     def _sizes_are_possible(self) -> "Parallel":
         if self.replicate == REST and self.shard == REST:
             raise ValueError(
-                "policy.parallel.replicate and policy.parallel.shard are both -1, which means the ranks that are left. Give a "
+                "policy.parallel.replicate and policy.parallel.shard are both -1, which means all remaining ranks. Give a "
                 "number for one of them"
             )
         if self.context > MAX_CONTEXT or self.context & (self.context - 1):

@@ -127,7 +127,8 @@ class Lora(Section):
     )
     use_dora: bool = Field(
         default=False,
-        description="DoRA: also train the length of each row of an adapted weight; taken from lora.adapter if that is set",
+        description="DoRA: also train the magnitude (the norm of each row) of an adapted weight; taken from lora.adapter if that "
+        "is set",
     )
     dropout: float = Field(
         default=0.0,
@@ -148,8 +149,8 @@ class Lora(Section):
     exclude_modules: list[Name] = Field(default=[], description="suffixes of layer names that get no adapter")
     modules_to_save: list[Name] = Field(
         default=[],
-        description="suffixes of the names of modules that are trained in full beside the adapters, such as lm_head; taken from "
-        "lora.adapter if that is set",
+        description="suffixes of the names of modules that are trained in full alongside the adapters, such as lm_head; taken "
+        "from lora.adapter if that is set",
     )
     loraplus_lr_ratio: float = Field(
         default=1.0,

@@ -37,14 +37,14 @@ class MeshShape:
         """Return the sizes in words, such as "2 replicas of 4 shards, context 2"."""
         replicas = f"{self.replicate} replicas of " if self.replicate > 1 else ""
         context = f", context {self.context}" if self.context > 1 else ""
-        return f"{replicas}{self.weight_shards} shards{context}"
+        return f"{replicas}{self.weight_shards} shard{'s' if self.weight_shards > 1 else ''}{context}"
 
 
 SINGLE_RANK_MESH = MeshShape()
 
 
 def mesh_shape(parallel: Parallel, num_ranks: int, *, way_out: str = "start another number of ranks") -> MeshShape:
-    """Return the sizes of the mesh for this many ranks. In the configuration, -1 stands for the ranks that are left.
+    """Return the sizes of the mesh for this many ranks. In the configuration, -1 stands for all remaining ranks.
 
     `way_out`: what to do instead of changing policy.parallel, in words.
     """

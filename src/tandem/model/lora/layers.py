@@ -120,7 +120,7 @@ def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: 
     if start is not None and start.dora and lora.quantization is not None:
         raise ConfigError(
             f"policy.lora.adapter = {start.name}: a DoRA adapter does not work with policy.lora.quantization = "
-            f"{lora.quantization}: the lengths of rows are computed from weights that are not quantised. Leave out "
+            f"{lora.quantization}: row norms are computed from weights that are not quantised. Leave out "
             "policy.lora.quantization."
         )
     # peft loads an exported adapter on the complete model, whose other parts may have layers of the same names.
