@@ -11,7 +11,7 @@ The names below are imported when they are first used, so that `import tandem` a
 # Nothing is imported here: `python -m tandem` runs this file while Python still imports from the working directory.
 TYPE_CHECKING = False  # which type checkers take for true
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from typing import Any
