@@ -24,6 +24,8 @@ from tandem.config.validation import flatten
 from tandem.errors import CheckpointError, ConfigError
 from tandem.storage.cache import is_checkpoint, is_export
 from tandem.storage.ownership import step_in
+from tandem.terminal.arguments import in_command
+from tandem.terminal.printable import escaped
 from tandem.training.checkpoint.ranking import Record, measured_on, records_in
 from tandem.training.run.directory import SWEEP_FILE, stored_config, why_not_a_run
 
@@ -37,6 +39,7 @@ MAX_SAMPLE_BYTES = 4 * MIB  # of one file
 MAX_SAMPLE_FILES = 1000
 MAX_REJECT_BYTES = 64 * MIB
 MAX_ENTRIES = 10_000  # of a folder
+SHOWN_RESULTS = 3  # validation sets in a line of text
 # Keys that only say where a run is; every run has other values.
 PLACES = ("run.dir", "run.name", "config_version")
 MAX_NUMBER = 1e300  # a larger number, or one that is not finite, is damaged
@@ -75,6 +78,11 @@ class Result:
         return accuracy_of(self.last)
 
     @property
+    def shown(self) -> str:
+        """The set with its loss and accuracy, for a line of text."""
+        return f"{self.split} {numbers_shown(self.last)}".rstrip()
+
+    @property
     def accuracy_before(self) -> float | None:
         return None if self.before is None else number_in(self.before, "accuracy")
 
@@ -100,6 +108,14 @@ class Run:
     pairs: Mapping[str, Any]  # pairs.json: the pairs of the newest validation
     gpu: Sequence[Mapping[str, float]]  # logs/gpu.jsonl
     problems: Sequence[str] = field(default=())  # what could not be read, in sentences
+
+    def __repr__(self) -> str:
+        """Where the run is, how far it is, and its results. A notebook prints this, so settings are left out."""
+        steps = f"step {self.step:,}" + (f" of {self.num_steps:,}" if self.num_steps else "")
+        results = [one.shown for one in self.results[:SHOWN_RESULTS]]
+        more = [f"{len(self.results) - SHOWN_RESULTS} more sets"] if len(self.results) > SHOWN_RESULTS else []
+        problems = [f"{len(self.problems)} problems"] if self.problems else []
+        return escaped(f"<Run {self.path}: {', '.join([self.status, steps, *results, *more, *problems])}>")
 
     @property
     def name(self) -> str:
@@ -172,9 +188,9 @@ def list_runs(folder: str | Path, each: Callable[[list[Path]], Iterable[Path]] =
     """Read every run in a folder, or the folder itself if it is a run, sorted by name. `each`: a progress bar over the paths."""
     place = Path(folder)
     if not place.is_dir():
+        train = "`tandem train`" if in_command() else "tandem.train()"
         raise ConfigError(
-            f"{place}: there is no such folder here. `tandem train` starts a run in runs; `tandem runs FOLDER` lists the runs "
-            "of another folder."
+            f"{place}: there is no such folder here. {train} starts a run in runs; {_listing()} lists the runs of another folder."
         )
     found = [place] if _is_run(place) else [path for path in _entries(place) if _is_run(path)]
     return [open_run(path) for path in each(sorted(found, key=_natural))]
@@ -190,13 +206,18 @@ def refuse_other_than_run(folder: Path) -> None:
     if is_checkpoint(folder):
         raise CheckpointError(f"{folder}: a checkpoint, not a run. Name its run: {folder.resolve().parent.parent}")
     if not folder.exists():
-        raise ConfigError(f"{folder}: there is no such directory. `tandem runs FOLDER` lists the runs in a folder.")
+        raise ConfigError(f"{folder}: there is no such directory. {_listing()} lists the runs in a folder.")
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: a file, not a run's directory.")
     if not (folder / "config.yaml").is_file():
         inside = (folder.resolve().parent / "config.yaml").is_file()
         hint = f" Did you mean {folder.resolve().parent}?" if inside else ""
         raise CheckpointError(f"{folder}: {why_not_a_run(folder)}.{hint}")
+
+
+def _listing() -> str:
+    """What lists the runs in a folder: a command, or a call from Python."""
+    return "`tandem runs FOLDER`" if in_command() else "tandem.list_runs(FOLDER)"
 
 
 def status_of(folder: Path) -> Status:
@@ -231,6 +252,13 @@ def wilson(share: float, num: float) -> Interval:
     # At 0 and 1 the interval ends there, but for rounding.
     low, high = 0.0 if share == 0 else middle - half, 1.0 if share == 1 else middle + half
     return Interval(share, max(0.0, low), min(1.0, high))
+
+
+def numbers_shown(record: Mapping[str, Any]) -> str:
+    """The loss and the accuracy of a record: loss 0.6170, accuracy 0.750. Without those that it does not have."""
+    found = {"loss": 4, "accuracy": 3}
+    shown = {name: (number_in(record, name), digits) for name, digits in found.items()}
+    return ", ".join(f"{name} {value:.{digits}f}" for name, (value, digits) in shown.items() if value is not None)
 
 
 def number_in(record: Mapping[str, Any], name: str) -> float | None:

@@ -30,6 +30,7 @@ class UserFunction:
     name: str
     function: Callable[..., Any]
     digest: str
+    is_given: bool = False  # this process passed the function as an object
 
 
 _known: dict[str, UserFunction] = {}  # by name; a file that has changed is loaded again
@@ -44,6 +45,20 @@ def is_user_function(name: object) -> bool:
 def known_function(name: str) -> UserFunction:
     """Return a function that was loaded before. In a new worker process, load it again."""
     return _known[name] if name in _known else load_function(name, name)
+
+
+def was_given(name: str) -> bool:
+    """Whether this process passed the function that `name` names as an object, and its file has not changed since.
+
+    `load_function` then returns that function, and runs no file.
+    """
+    known, found = _known.get(name), FUNCTION_NAME.fullmatch(name)
+    if known is None or found is None or not known.is_given:
+        return False
+    if found["given"]:
+        return True
+    path = Path(os.path.expanduser(found["file"]))  # noqa: PTH111
+    return path.is_file() and hashlib.sha256(_read(name, path)).hexdigest() == known.digest
 
 
 def load_function(key: str, name: str) -> UserFunction:
@@ -96,7 +111,7 @@ def name_function(what: str, function: object) -> str:
         name, digest = f"{_shortest(file)}:{plain.__name__}", hashlib.sha256(content).hexdigest()
     else:
         name, digest = f"python:{plain.__name__}", hashlib.sha256(_source_of(plain).encode()).hexdigest()
-    _known[name] = UserFunction(name, function, digest)  # pyright: ignore[reportArgumentType]
+    _known[name] = UserFunction(name, function, digest, is_given=True)  # pyright: ignore[reportArgumentType]
     return name
 
 

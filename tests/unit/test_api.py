@@ -19,6 +19,7 @@ from tandem.api.result import TrainResult
 from tandem.api.rows import store_rows, with_places
 from tandem.config.load import load_config
 from tandem.errors import CallbackError, ConfigError, DataError
+from tandem.generation.generate import Generation
 from tandem.terminal.printable import SECRETS, scrubbed
 from tandem.training.run.callbacks import Callbacks, check_callbacks
 from tandem.training.run.stopping import Stopping
@@ -77,6 +78,35 @@ def test_runs_are_read_listed_and_compared(tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as error:
         tandem.write_report(result, out=tmp_path)
     assert str(error.value) == f"{tmp_path}: a directory. Give the name of a file with out=FILE."
+
+
+def test_a_notebook_prints_results_in_a_few_lines(tmp_path):
+    folder = make_run(tmp_path / "run")
+    metrics = [{"step": 3, "split": "validation-default", "loss": 0.617, "accuracy": 0.75}]
+    result = TrainResult(
+        run_dir=folder,
+        model=None,
+        checkpoints=(),
+        metrics=metrics,
+        verdicts=(),
+        best_step=3,
+        last_step=3,
+        stopped_by="stop",
+    )
+    assert repr(result) == (
+        f"<TrainResult {folder}, step 3: stopped by stop; validation-default: loss 0.6170, accuracy 0.750>"
+    )
+    assert repr(tandem.open_run(folder)) == (
+        f"<Run {folder}: finished, step 10 of 10, validation-default loss 0.6500, accuracy 0.900>"
+    )
+    words = {"completion": "\x1b[2Jyes" * 30, "completion_ids": [1]}
+    made = Generation(
+        models=("m",), num_prompts=1, num_skipped=0, num_resumed=0, finishes={}, num_tokens=2, seconds=0.1,
+        records=({"completions": [words, words]},),
+    )  # fmt: skip
+    first = repr(made).splitlines()
+    assert first[0] == "<Generation by m: 1 prompt, 2 completions"
+    assert first[1].startswith("  first: '\\x1b[2Jyes") and len(first[1]) < 160
 
 
 def test_an_error_about_rows_to_evaluate_names_them_and_not_their_file():
@@ -288,6 +318,54 @@ def test_formats_are_listed_described_and_read():
 def test_arguments_of_train_that_are_refused(arguments, message):
     with pytest.raises(ConfigError) as error:
         tandem.train(**arguments)
+    assert str(error.value).startswith(message)
+
+
+def test_settings_alone_are_the_first_argument_of_load_config(tmp_path):
+    (tmp_path / "run.yaml").write_text("run: {seed: 3}\ndata: {train: a.jsonl}", encoding="utf-8")
+    for given in ({"run.seed": 5}, ["run.seed=5"], [{"run": {"seed": 5}}]):
+        assert tandem.load_config(given).config.run.seed == 5
+    assert tandem.load_config({"run.seed": 5}, ["run.seed=6"]).config.run.seed == 6
+    assert tandem.load_config(tmp_path / "run.yaml").config.run.seed == 3
+    assert tandem.load_config(tmp_path / "run.yaml", {"run.seed": 5}).config.run.seed == 5
+
+
+def test_settings_in_texts_are_given_in_python_too():
+    with pytest.raises(ConfigError) as error:
+        tandem.load_config(["dpo.betaa=1"])
+    assert str(error.value).startswith("given in Python: ")
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "message"),
+    [
+        (
+            [],
+            DataError,
+            "data is empty. Give files or rows, or leave it out to measure on the validation sets of a run.",
+        ),
+        (
+            ["a.jsonl", {"prompt": "Hi"}],
+            ConfigError,
+            "data has files and an item of type dict. Give files as data, and pairs as rows=[...].",
+        ),
+        ({"prompt": "Hi"}, ConfigError, "data is of type dict, not a list of dicts or another iterable."),
+        (
+            [{"prompt": "Hi", "chosen": "Yes"}],
+            DataError,
+            "data: none of 1 rows can be read:\n  missing key: 1\n    data[0]: no key rejected.",
+        ),
+        (
+            iter([{"prompt": "Hi", "chosen": "Yes"}]),
+            DataError,
+            "data: none of 1 rows can be read:\n  missing key: 1\n    data[0]: no key rejected.",
+        ),
+        ((Path("no.jsonl"),), DataError, "no.jsonl: no such file or folder"),
+    ],
+)
+def test_data_to_evaluate_is_files_or_rows(data, kind, message):
+    with pytest.raises(kind) as error:
+        tandem.evaluate("embedded", data)
     assert str(error.value).startswith(message)
 
 

@@ -108,6 +108,7 @@ def test_numbers_that_are_not_finite_are_not_results(tmp_path):
     assert run.results[0].accuracy is None
 
 
+@pytest.mark.usefixtures("of_a_command")
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -127,6 +128,23 @@ def test_a_folder_inside_a_run_is_refused_with_a_hint(tmp_path):
     folder = make_run(tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"it is not a run\. Did you mean .*/run\?"):
         open_run(folder / "model")
+
+
+def test_a_folder_of_runs_is_not_taken_for_a_run(tmp_path):
+    make_run(tmp_path / "runs/a-1")
+    with pytest.raises(CheckpointError) as error:
+        open_run(tmp_path / "runs")
+    assert str(error.value) == f"{tmp_path}/runs: it holds runs: name one of its runs, such as {tmp_path}/runs/a-1."
+
+
+def test_calls_from_python_name_functions_and_not_commands(tmp_path):
+    for call, expected in (
+        (open_run, "tandem.list_runs(FOLDER) lists the runs in a folder."),
+        (list_runs, "tandem.train() starts a run in runs; tandem.list_runs(FOLDER) lists the runs of another folder."),
+    ):
+        with pytest.raises(ConfigError) as error:
+            call(tmp_path / "gone")
+        assert str(error.value).endswith(expected)
 
 
 def test_runs_are_listed_in_the_order_of_their_numbers(tmp_path):

@@ -240,6 +240,19 @@ def test_a_function_without_a_file_is_known_in_its_process_only():
     )
 
 
+def test_a_file_may_name_a_function_that_this_process_passed_unless_its_file_has_changed(tmp_path):
+    """The config.yaml of a run that was trained in this notebook is read without permission: no code is run."""
+    written(LOSS)
+    passed = load_function(KEY, "mine.py:focal").function
+    Path("run.yaml").write_text("dpo: {preference_loss: 'mine.py:focal'}\ndata: {train: a.jsonl}", encoding="utf-8")
+    assert "names Python code" in refusal(file="run.yaml")  # loaded by name before: that was with permission
+    name = name_function("loss", passed)
+    Path("run.yaml").write_text(f"dpo: {{preference_loss: '{name}'}}\ndata: {{train: a.jsonl}}", encoding="utf-8")
+    assert list(load_config("run.yaml").config.run.code) == [name]
+    written(LOSS.replace("2.0", "3.0"))
+    assert "names Python code" in refusal(file="run.yaml")
+
+
 @pytest.mark.parametrize("function", [lambda pairs: pairs, torch.nn.Identity(), int])
 def test_functions_that_cannot_be_compared_are_refused(function):
     with pytest.raises(ConfigError) as error:

@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from glob import glob
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from tandem.api.process import own_process
 from tandem.api.result import TrainResult
 from tandem.api.rows import Rows, places_of, store_rows
 from tandem.config.sections.section import EMBEDDED
-from tandem.errors import DataError
+from tandem.errors import ConfigError, DataError
 from tandem.evaluation.records import Evaluation
 from tandem.exporting.checkpoint import Exported
 from tandem.exporting.checkpoint import export as run_export
@@ -28,7 +29,7 @@ Model = str | Path | TrainResult  # a TrainResult means its run
 
 def evaluate(
     model: Model,
-    data: str | Path | Sequence[str | Path] = (),
+    data: str | Path | Sequence[str | Path] | Rows | None = None,
     *,
     rows: Rows | None = None,
     reference: Model | None = None,
@@ -47,7 +48,8 @@ def evaluate(
 
     model: a model folder or hub name, `embedded`, or a run (its directory or what `train` returned),
     which means its exported model with its own reference.
-    data: one or more files of pairs; for a run, its validation sets by default. rows: pairs as dicts, in addition.
+    data: one or more files of pairs, or pairs as dicts; for a run, its validation sets by default.
+    rows: pairs as dicts, in addition to files.
     reference: the model that implicit rewards compare with. Without one, a model is measured by its log-probabilities only.
     against: another model or run, measured on the same pairs.
     beta: the factor of implicit rewards; by default that of the run, or 0.1.
@@ -59,8 +61,9 @@ def evaluate(
     """
     from tandem.evaluation.evaluate import evaluate as run_evaluate
 
-    files = [str(one) for one in ([data] if isinstance(data, str | Path) else data)]
-    stored = {} if rows is None else {"rows": store_rows("rows", rows)}
+    files, given = _files_or_rows(data)
+    in_memory = {"data": given, "rows": rows}
+    stored = {name: store_rows(name, one) for name, one in in_memory.items() if one is not None}
     with own_process("tandem.evaluate"), places_of(stored):
         return run_evaluate(
             _name(model),
@@ -165,6 +168,28 @@ def export(
             allow_env=allow_env,
             allow_code=allow_code,
         )
+
+
+def _files_or_rows(data: str | Path | Iterable[Any] | None) -> tuple[list[str], Rows | None]:
+    """Return the files that `data` names, or else its rows. The first item decides; an iterator is not read further."""
+    if data is None or isinstance(data, str | Path):
+        return ([] if data is None else [str(data)]), None
+    if isinstance(data, Mapping) or not isinstance(data, Iterable):
+        return [], data  # refused as rows
+    items = iter(data)
+    first = next(items, None)
+    if first is None:
+        raise DataError(
+            "data is empty. Give files or rows, or leave it out to measure on the validation sets of a run."
+        )
+    if not isinstance(first, str | Path):
+        return [], chain([first], items)
+    files = [first, *items]
+    if other := next((one for one in files if not isinstance(one, str | Path)), None):
+        raise ConfigError(
+            f"data has files and an item of type {type(other).__name__}. Give files as data, and pairs as rows=[...]."
+        )
+    return [str(one) for one in files], None
 
 
 def _name(model: Model) -> str:

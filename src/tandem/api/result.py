@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.schema import Config
-from tandem.runs import Record, StoredVerdict, open_run
+from tandem.runs import SHOWN_RESULTS, Record, StoredVerdict, numbers_shown, open_run
 from tandem.storage.ownership import step_in
+from tandem.terminal.printable import escaped
 from tandem.training.checkpoint.ranking import records_in
 from tandem.training.run.directory import checkpoint_dir
 
@@ -38,6 +39,12 @@ class TrainResult:
     def final(self) -> Mapping[str, Record]:
         """The last record of each split: result.final["validation-default"]["accuracy"]."""
         return {record["split"]: record for record in self.metrics}
+
+    def __repr__(self) -> str:
+        """Where the run is and its last results, as a notebook prints them."""
+        sets = [split for split in self.final if split.startswith("validation-")]
+        lines = [str(self), *(f"{split}: {numbers_shown(self.final[split])}" for split in sets[:SHOWN_RESULTS])]
+        return f"<TrainResult {'; '.join(map(escaped, lines))}>"
 
     def __str__(self) -> str:
         what = f"its model is in {self.model}" if self.model else f"stopped by {self.stopped_by}"

@@ -1,10 +1,12 @@
 """`tandem.sweep`, `list_runs`, `open_run` and `write_report`: several runs trained and compared, for Python."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tandem.api.process import own_process
 from tandem.api.result import TrainResult
+from tandem.api.values import texts_of
 from tandem.page.write import Report
 from tandem.page.write import write_report as write
 from tandem.report.reporter import Reporter, Verbosity
@@ -17,7 +19,7 @@ RunPath = str | Path | TrainResult  # the directory of a run, or what `train` re
 
 
 def sweep(
-    overrides: Sequence[str],
+    overrides: Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
     *,
     config: str | Path | None = None,
     out: str | Path | None = None,
@@ -28,12 +30,14 @@ def sweep(
     from_format: str | None = None,
     verbosity: Verbosity = "quiet",
 ) -> SweepResult:
-    """Train one run for every combination of values: `sweep(["run.seed=1,2", "dpo.max_num_steps=50"]).best.name` is the best.
+    """Train one run for every combination of values: `sweep({"run.seed": [1, 2]}).best.name` is the best.
 
     Each run is trained by its own process, in its own directory. The same call again skips the runs that are finished and resumes
     the others. A run that fails is recorded in the result, and the others are trained.
 
-    overrides: keys with values to try, separated by commas, and settings that all runs share.
+    overrides: a dict in which a list holds the values to try, and other values are for all runs. Where a value is itself a list,
+    give a list of lists: {"policy.lora.target_modules": [["q_proj"], ["q_proj", "v_proj"]]}. Or texts as on the command line:
+    ["run.seed=1,2", "dpo.max_num_steps=50"].
     config: a YAML file with the other settings. from_format: the trainer that it was written for; None: recognised by its keys.
     out: the directory of the sweep; None: runs/sweep-N.
     parallel: how many runs to train at a time; None: one on a CPU, as many as fit on GPUs.
@@ -44,9 +48,10 @@ def sweep(
     """
     from tandem.sweeping.sweep import sweep as run_sweep
 
+    texts = texts_of(overrides)
     with own_process("tandem.sweep"):
         return run_sweep(
-            overrides,
+            texts,
             config=None if config is None else str(config),
             out=out,
             allow_env=tuple(allow_env),

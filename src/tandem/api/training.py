@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     UserLoss = Callable[..., Tensor]  # (pairs: Pairs, *, beta: float, ...) -> [pairs]
 
-Settings = LoadedConfig | Overrides | str | Path
+Settings = LoadedConfig | Overrides | str | Path  # what `load_config` returned, or takes
 
 
 def train(
@@ -108,7 +108,8 @@ def _load(
     allow_code: bool,
 ) -> tuple[LoadedConfig, dict[str, Path]]:
     """Return the configuration with the arguments of `train` in it, and the files that hold rows, by argument."""
-    loaded = config if isinstance(config, LoadedConfig) else _loaded(config, allow_env, allow_code=allow_code)
+    is_loaded = isinstance(config, LoadedConfig)
+    loaded = config if is_loaded else load_config(config, (), allow_env, allow_code=allow_code)
     extra: dict[str, Any] = {}
     files: dict[str, Path] = {}
     if rows is not None:
@@ -138,13 +139,6 @@ def _load(
             from_format=loaded.from_format,
         )
     return loaded, files
-
-
-def _loaded(config: Overrides | str | Path | None, allow_env: Collection[str], *, allow_code: bool) -> LoadedConfig:
-    if isinstance(config, str) and "=" in config and not Path(config).exists():
-        raise ConfigError(f"config = {config!r}: a single text is the path of a YAML file. Give settings as a list.")
-    file, overrides = (config, ()) if isinstance(config, str | Path) else (None, config or ())
-    return load_config(file, overrides, allow_env, allow_code=allow_code)
 
 
 def _refuse_both(argument: str, key: str, paths: list[str | None], loaded: LoadedConfig) -> None:

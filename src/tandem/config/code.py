@@ -9,7 +9,7 @@ from tandem.config.validation import GIVEN_BY_USER
 from tandem.errors import ConfigError
 from tandem.loss.declare import declare_user_loss
 from tandem.terminal.arguments import option
-from tandem.user_code import is_user_function, load_function
+from tandem.user_code import is_user_function, load_function, was_given
 
 LOSS_KEY = "dpo.preference_loss"
 
@@ -29,11 +29,13 @@ def load_named_functions(
     """Load every function that a configuration names. Return the SHA-256 of those that affect the trained weights, by name.
 
     `tree`: the values that the user set. `interpolated`: keys whose values contain interpolations, which may refer to values of
-    a file, and this file. Raise ConfigError if a file names a function, unless `allow_code`.
+    a file, and this file. Raise ConfigError if a file names a function, unless `allow_code`,
+    or this process passed that function itself.
     """
     named = [one for one in _named_functions(tree) if is_user_function(one.name)]
     for one in named:
-        if not allow_code and (file := _file_that_names(one.key, origins, interpolated)) is not None:
+        file = None if allow_code or was_given(one.name) else _file_that_names(one.key, origins, interpolated)
+        if file is not None:
             raise ConfigError(
                 f"{file}: {one.key} = {one.name} names Python code, which would be run. If you trust it, add "
                 f"{option('allow_code', True)}."

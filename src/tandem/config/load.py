@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from importlib import resources
 from pathlib import Path
@@ -37,14 +37,15 @@ from tandem.config.source.flags import with_flags
 from tandem.config.source.overrides import Change, changes_in, parse_change
 from tandem.config.source.script import is_script, read_script
 from tandem.config.source.yaml_text import load_own_yaml, to_yaml
-from tandem.config.validation import GIVEN_BY_USER, flatten, origin_of, validate
+from tandem.config.validation import GIVEN_BY_USER, PYTHON, flatten, origin_of, validate
 from tandem.errors import ConfigError, one_line
-from tandem.terminal.arguments import option
+from tandem.terminal.arguments import in_command, option
 from tandem.terminal.commands import key_of
 from tandem.terminal.commands import override as override_text
 from tandem.terminal.printable import SECRETS, Secrets
 
 Overrides = Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
+Given = tuple[str | Mapping[str, Any], ...]  # overrides in the order in which they are applied
 SCRIPT_FORMAT = "trl"  # the trainer whose scripts are read
 EMBEDDED_DEFAULT = "the embedded default"  # the origin of its values
 PLAIN_LEVELS = 16  # nested deeper than any key of the schema
@@ -60,7 +61,7 @@ class LoadedConfig:
     # Values that may come from the environment, with the interpolation that is shown instead.
     from_environment: dict[Place, Any]
     file: str | None = None  # the configuration file, if one was given
-    given: tuple[str | Mapping[str, Any], ...] = ()  # overrides, as given
+    given: Given = ()  # overrides, as given
     sent_variables: tuple[str, ...] = ()  # environment variables that are sent to trackers or the hub
     allows_code: bool = False  # whether the file may name Python code
     from_format: str | None = None  # the trainer that the file was written for, if the user named it
@@ -129,7 +130,7 @@ class LoadedConfig:
 
 
 def load_config(
-    file: str | Path | None = None,
+    config: Overrides | str | Path | None = None,
     overrides: Overrides = (),
     allow_env: Collection[str] = (),
     *,
@@ -138,6 +139,7 @@ def load_config(
 ) -> LoadedConfig:
     """Read a file (or the embedded default), apply overrides, and validate the result.
 
+    config: the path of a YAML file, or overrides, which are then applied to the embedded default.
     A file of another trainer (docs/from-nemo.md, docs/from-trl.md) is translated; overrides may be in its names or in tandem's.
 
     overrides: Hydra-style texts, such as "dpo.max_num_steps=10", or a dict of keys to values, nested or with dots. A value that
@@ -147,12 +149,10 @@ def load_config(
     from_format: the trainer that the file was written for, such as nemo-rl; None: recognised by its keys.
     """
     SECRETS.clear()
-    given = deepcopy((overrides,) if isinstance(overrides, Mapping | str) else tuple(overrides))
-    given, file = with_flags(given, None if file is None else str(file), from_format)
+    file, given = _file_and_overrides(config, overrides)
+    given, file = with_flags(deepcopy(given), file, from_format)
     from_format = from_format or (SCRIPT_FORMAT if file and is_script(file) else None)
-    changes = [
-        change for one in given for change in (changes_in(one) if isinstance(one, Mapping) else [parse_change(one)])
-    ]
+    changes = [change for one in given for change in _changes(one)]
     _check_format(from_format)
     tree, origins = _start(file, from_format, changes)
     for change in changes:
@@ -167,21 +167,42 @@ def load_config(
     hidden = {".".join(map(str, place)): value for place, value in from_environment.items()}
     may_be_from_file = {one.key: file for one in found} if file else {}
     code = load_named_functions(values, origins, may_be_from_file, allow_code=allow_code)
-    config = validate(values, origins, hidden)
+    checked = validate(values, origins, hidden)
     from_files = {one.place: origin_of(one.key, origins) for one in found}
     from_files = {place: origin for place, origin in from_files.items() if origin not in GIVEN_BY_USER}
     return LoadedConfig(
-        config=config.model_copy(update={"run": config.run.model_copy(update={"code": code})}),
+        config=checked.model_copy(update={"run": checked.run.model_copy(update={"code": code})}),
         origins=origins,
         from_environment=from_environment,
         file=file,
         given=given,
-        sent_variables=check_sent_variables(config, found, from_files, allow_env),
+        sent_variables=check_sent_variables(checked, found, from_files, allow_env),
         allows_code=allow_code,
         from_format=from_format,
         translation=translation,
         secrets=SECRETS.copy(),
     )
+
+
+def _file_and_overrides(config: Overrides | str | Path | None, overrides: Overrides) -> tuple[str | None, Given]:
+    """Return the configuration file, and all overrides in order. `config` is either of them."""
+    if isinstance(config, str) and "=" in config and not in_command() and not Path(config).exists():
+        raise ConfigError(f"config = {config!r}: a single text is the path of a YAML file. Give settings as a list.")
+    more = _in_order(overrides)
+    if config is None or isinstance(config, str | Path):
+        return None if config is None else str(config), more
+    return None, (*_in_order(config), *more)
+
+
+def _in_order(overrides: Overrides) -> Given:
+    return (overrides,) if isinstance(overrides, Mapping | str) else tuple(overrides)
+
+
+def _changes(given: str | Mapping[str, Any]) -> list[Change]:
+    if isinstance(given, Mapping):
+        return changes_in(given)
+    change = parse_change(given)
+    return [change if in_command() else replace(change, origin=PYTHON)]
 
 
 def _start(file: str | None, from_format: str | None, changes: list[Change]) -> TreeAndOrigins:

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from tandem.evaluation.intervals import Estimate
+from tandem.terminal.printable import escaped
 
 ScoredBy = Literal["implicit reward", "log-probability", "model score"]
 
@@ -133,6 +134,34 @@ class Evaluation:
     seconds: float  # with loading and tokenising
     pairs_per_second: float | None  # of the model alone, without loading, tokenising and the reference
 
+    def __repr__(self) -> str:
+        """The model and its main numbers, with the names by which `total` has them. A notebook prints this."""
+        lines = [f"{self.model}: by {self.scored_by}" if self.total else self.model]
+        if self.total is not None:
+            lines[0] += f", {self.total.num_pairs:,} pairs of {self.total.num_prompts:,} prompts"
+            lines.append(_main_numbers(self.total))
+        if self.comparison is not None:
+            changes = [f"{one.metric} {_shown(one.difference, '+.3f')}" for one in self.comparison.differences]
+            lines.append(f"compared with {self.comparison.against}: {changes[0] if changes else 'no difference'}")
+        elif self.harness:
+            tasks = len({one.task for one in self.harness})
+            lines.append(f"{tasks} task{'s' * (tasks > 1)} of the LM Evaluation Harness")
+        return "<Evaluation " + "\n  ".join(map(escaped, lines)) + ">"
+
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values, for JSON."""
         return asdict(self)
+
+
+def _main_numbers(total: Group) -> str:
+    """The accuracy and margin of rewards or, without rewards, of log-probabilities, and the loss."""
+    is_rewarded = total.accuracy is not None
+    names = ("accuracy", "rewards_margin", "loss") if is_rewarded else ("logps_accuracy", "logps_margin", "loss")
+    estimates = {name: getattr(total, name) for name in names}
+    return ", ".join(f"{name} {_shown(one, '.3f')}" for name, one in estimates.items() if one is not None)
+
+
+def _shown(estimate: Estimate, form: str) -> str:
+    """0.750 (0.409 to 0.929)."""
+    interval = "" if estimate.low is None else f" ({estimate.low:{form}} to {estimate.high:{form}})"
+    return f"{estimate.value:{form}}{interval}"

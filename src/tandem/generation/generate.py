@@ -17,8 +17,10 @@ from tandem.generation.render import Renderer, check_lengths
 from tandem.generation.target import FoundModel, Target, find_target, open_target
 from tandem.model.files.source import check_path
 from tandem.terminal.arguments import option
+from tandem.terminal.printable import escaped
 
 MODEL, COMPARE = "model", "compare"  # the arguments that name the two models
+SHOWN_CHARACTERS = 100  # of a completion in a line of text
 Progress = Callable[..., AbstractContextManager[Callable[..., None]]]
 
 
@@ -35,6 +37,18 @@ class Generation:
     finishes: dict[str, int] = field(default_factory=dict)  # completions of this call by finish reason
     out: Path | None = None
     records: tuple[Record, ...] = ()
+
+    def __repr__(self) -> str:
+        """What was generated, and the start of the first completion. A notebook prints this."""
+        prompts = f"{self.num_prompts:,} prompt{'s' * (self.num_prompts != 1)}"
+        texts = [one["completion"] for record in self.records for one in record["completions"]]
+        where = f"in {self.out}" if self.out is not None else f"{len(texts):,} completion{'s' * (len(texts) != 1)}"
+        first = f"\n  first: {_shortened(texts[0])}" if texts else ""
+        return escaped(f"<Generation by {' and '.join(self.models)}: {prompts}, {where}") + f"{first}>"
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…")
 
 
 @dataclass(frozen=True, slots=True)

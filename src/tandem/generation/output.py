@@ -165,7 +165,10 @@ def refuse_other_settings(place: str, made: Mapping[str, Any], made_now: Mapping
     keys = [key for key in {**now, **then} if key not in NOT_COMPARED and then.get(key) != now.get(key)]
     if not keys:
         return
-    changes = listed(f"{key} {then.get(key)}, now {now.get(key)}" for key in keys)
+    # Of prompts, a hash is stored.
+    changes = listed(
+        "other prompts" if key == "prompts" else f"{key} {then.get(key)}, now {now.get(key)}" for key in keys
+    )
     raise ConfigError(f"{place}: made with other settings ({changes}). Choose another file, or the same settings.")
 
 

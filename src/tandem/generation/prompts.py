@@ -1,6 +1,7 @@
 """Reads prompts: from a text, from a file with a prompt per line or row, or from preference data. Does not import torch."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,15 @@ PROMPT_COLUMNS = frozenset(["prompt", "messages", "system", "tools", "completion
 SHOWN_ERRORS = 3
 
 
+@dataclass(frozen=True, slots=True)
+class ListedPrompt(SourceRow):
+    """A prompt of a list that was given in Python, and its index there."""
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}[{self.line}]"
+
+
 def prompts_from(given: str | Path | Sequence[Any]) -> tuple[list[Prompt], int]:
     """The prompts of a file, or those in a list of texts and lists of messages; and how many rows have none.
 
@@ -38,7 +48,9 @@ def prompts_from(given: str | Path | Sequence[Any]) -> tuple[list[Prompt], int]:
     """
     if isinstance(given, str | Path):
         return _read_files(str(given))
-    rows = [SourceRow({"prompt": one}, "prompts", number) for number, one in enumerate(given, 1)]
+    rows = [ListedPrompt({"prompt": one}, "prompts", number) for number, one in enumerate(given)]
+    if not rows:
+        raise DataError("prompts is empty. Give a list of texts or lists of messages, or the path of a file.")
     return _collect(rows, "prompts")
 
 

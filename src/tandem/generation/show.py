@@ -62,12 +62,13 @@ def summary(generation: Generation, num_samples: int) -> str:
     g = generation
     by = f" by {' and '.join(g.models)}"
     completions = f"{num_samples} completion{'s' * (num_samples > 1)}"
+    prompts = f"{g.num_prompts:,} prompt{'s' * (g.num_prompts != 1)}"
     num_lines = g.num_prompts * len(g.models)
     if g.num_resumed == num_lines:
-        return f"{g.out} was complete before: {g.num_prompts:,} prompts with {completions} each{by}."
+        return f"{g.out} was complete before: {prompts} with {completions} each{by}."
     was = "was" if g.num_resumed == 1 else "were"
     resumed = f" {g.num_resumed:,} of its {num_lines:,} lines {was} there before." if g.num_resumed else ""
-    lines = [f"Wrote {g.out}: {g.num_prompts:,} prompts with {completions} each{by}.{resumed}"]
+    lines = [f"Wrote {g.out}: {prompts} with {completions} each{by}.{resumed}"]
     if g.finishes:
         ended = ", ".join(f"{count:,} {_ending(reason)}" for reason, count in sorted(g.finishes.items(), reverse=True))
         rate = f" {g.num_tokens:,} tokens in {g.seconds:.1f} s ({g.num_tokens / max(g.seconds, 1e-9):,.0f} tokens/s)."

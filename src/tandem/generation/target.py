@@ -26,7 +26,7 @@ from tandem.model.files.source import (
 )
 from tandem.storage.cache import content_of, fingerprint, is_checkpoint, is_export
 from tandem.terminal.arguments import option
-from tandem.terminal.commands import export_call, resume_call
+from tandem.terminal.commands import finish_or_use_checkpoint
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -117,8 +117,8 @@ def _run_target(argument: str, name: str, run: Path) -> Target:
     model = run / "model"
     if not is_export(model):
         raise ConfigError(
-            f"{option(argument, name)}: a run without a model: {model} is written when the run is finished. Finish it with "
-            f"{resume_call(name)}, or export a checkpoint with {export_call(name)}."
+            f"{option(argument, name)}: a run without a model: {model} is written when the run is finished. "
+            f"{finish_or_use_checkpoint(name)}"
         )
     settings = _stored_tokenizer(run)
     if (model / ADAPTER_CONFIG).is_file():

@@ -35,6 +35,15 @@ def resume_call(run: str) -> str:
     return f"tandem.train(tandem.load_config({f'{run}/config.yaml'!r}, {[override('run.dir', run)]}))"
 
 
+def finish_or_use_checkpoint(run: str) -> str:
+    """Return what to do with a run that has no model yet, in a sentence."""
+    newest = Path(run) / "checkpoints" / "latest"
+    other = (
+        f"use its newest checkpoint, {newest}" if newest.is_dir() else f"export a checkpoint with {export_call(run)}"
+    )
+    return f"Finish it with {resume_call(run)}, or {other}."
+
+
 def export_call(run: str, form: Literal["adapter"] | None = None) -> str:
     """Return what exports a run or a checkpoint: a command, or a call from Python."""
     asked = [] if form is None else [option("form", form)]

@@ -77,6 +77,14 @@ def test_a_file_of_other_settings_is_refused_with_the_differences(tmp_path):
     )
 
 
+def test_other_prompts_are_said_to_be_other_prompts(tmp_path):
+    out = tmp_path / "out.jsonl"
+    with OutputFile(out) as file:
+        file.write(record())
+    with OutputFile(out) as file, pytest.raises(ConfigError, match=r"made with other settings \(other prompts\)\."):
+        file.done({**made(), "prompts": "0123"}, PROMPTS)
+
+
 def test_other_versions_of_tandem_and_the_engine_continue_a_file(tmp_path):
     out = tmp_path / "out.jsonl"
     with OutputFile(out) as file:

@@ -72,6 +72,15 @@ def test_lists_of_texts_and_messages_are_prompts():
     assert [p.prompt for p in prompts] == ["Hi", (Message("user", "Ho"),)]
 
 
+def test_prompts_of_a_list_are_named_by_their_index():
+    with pytest.raises(DataError) as error:
+        prompts_from(["Hi", " "])
+    assert str(error.value) == "prompts[1]: prompt is empty."
+    with pytest.raises(DataError) as error:
+        prompts_from([])
+    assert str(error.value) == "prompts is empty. Give a list of texts or lists of messages, or the path of a file."
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -9,9 +9,11 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import tandem
+from tandem.api.values import texts_of
 from tandem.cli import main as cli
 from tandem.errors import CheckpointError, ConfigError, DataError, StoppedError
 from tandem.page.comparison import how_clear
@@ -62,6 +64,59 @@ def test_python_gets_the_same_sweep_as_the_command(tmp_path):
     assert [run.status for run in done.runs] == ["finished", "finished"]
     assert started(tmp_path) == ["seed-1", "seed-2"]
     assert done.page == Path("swept/comparison.html")
+
+
+@pytest.mark.parametrize(
+    ("given", "texts"),
+    [
+        ({"run.seed": [1, 2], "dpo": {"max_num_steps": 50}}, ["run.seed=1,2", "dpo.max_num_steps=50"]),
+        ({"run.seed": range(2), "data.train": "a,b.jsonl"}, ["run.seed=0,1", "data.train='a,b.jsonl'"]),
+        ({"policy.optimizer.kwargs.lr": np.array([1e-6, 3e-6])}, ["policy.optimizer.kwargs.lr=1e-06,3e-06"]),
+        (
+            {"run.seed": [1], "policy.lora.enabled": [False, True]},
+            ["run.seed=choice(1)", "policy.lora.enabled=false,true"],
+        ),
+        ({"policy.lora.target_modules": [["q"], ["q", "v"]]}, ["policy.lora.target_modules=[q],[q,v]"]),
+        (["run.seed=1,2", {"dpo.val_period": None}], ["run.seed=1,2", "dpo.val_period=null"]),
+    ],
+)
+def test_a_list_in_a_dict_holds_the_values_to_try(given, texts):
+    assert texts_of(given) == texts
+
+
+def test_a_dict_and_texts_plan_the_same_runs():
+    runs = [
+        [(run.name, run.values) for run in tandem.sweep(given, out="swept", dry_run=True).runs]
+        for given in ({"run.seed": [1, 2], "dpo.max_num_steps": 5}, ["run.seed=1,2", "dpo.max_num_steps=5"])
+    ]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"run.seed": []}, "run.seed = []: no values to try. Give one or more; an empty list as a value is [[]]."),
+        (
+            {"run.seed": {1, 2}},
+            "run.seed: a value of type set. Give a number, a text, true or false, or a list of them.",
+        ),
+    ],
+)
+def test_values_of_a_dict_that_cannot_be_tried(given, message):
+    with pytest.raises(ConfigError) as error:
+        tandem.sweep(given, dry_run=True)
+    assert str(error.value) == message
+
+
+def test_a_function_without_a_file_cannot_be_swept():
+    namespace = {"__name__": "no_such_module"}
+    exec("def mine(pairs, *, beta): return beta * pairs.ratios.margin", namespace)
+    with pytest.raises(ConfigError) as error:
+        tandem.sweep({"dpo.preference_loss": namespace["mine"], "run.seed": [1, 2]}, dry_run=True)
+    assert str(error.value) == (
+        "dpo.preference_loss = mine: this function has no file, and the runs of a sweep are trained by other processes. Put it "
+        "into a file, and give FILE.py:mine."
+    )
 
 
 def test_runs_that_are_equally_good_are_said_to_be():

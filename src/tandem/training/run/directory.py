@@ -181,9 +181,10 @@ def refuse_links(run: Path) -> None:
 
 def why_not_a_run(folder: Path) -> str:
     """Return the reason why a folder without config.yaml is not a run."""
-    if (folder / SWEEP_FILE).is_file():
-        runs = sorted(path.parent.name for path in folder.glob("*/config.yaml"))
-        return f"it is a sweep: name one of its runs{', such as ' + str(folder / runs[0]) if runs else ''}"
+    runs = sorted(path.parent.name for path in folder.glob("*/config.yaml"))
+    if runs or (folder / SWEEP_FILE).is_file():
+        what = "it is a sweep" if (folder / SWEEP_FILE).is_file() else "it holds runs"
+        return f"{what}: name one of its runs{', such as ' + str(folder / runs[0]) if runs else ''}"
     kept = sorted(folder.glob("checkpoints/step_*/config.yaml"))
     return f"its config.yaml is missing; {kept[-1]} is a copy" if kept else "it has no config.yaml, so it is not a run"
 
