@@ -159,6 +159,20 @@ def test_the_suggested_run_of_a_real_model_omits_settings_of_the_embedded_defaul
     assert reread(command).config.policy.optimizer.kwargs.lr == 5e-6
 
 
+def test_the_suggested_run_of_a_real_model_omits_settings_of_a_quick_try(tmp_path):
+    tried = ["checkpointing.enabled=false", "dpo.val_period=2", "run.seed=1", "dpo.max_num_steps=4"]
+    command = with_real_model(load_config(None, [*tried, "dpo.preference_loss=ipo"]), tmp_path / "run", 370)
+    assert shlex.split(command)[-5:-3] == ["train", "dpo.preference_loss=ipo"]
+    config = reread(with_real_model(load_config(None, [own_pairs(tmp_path), *tried]), tmp_path / "run", 370)).config
+    assert (config.checkpointing.enabled, config.dpo.val_period, config.run.seed) == (False, 2, 1)
+
+
+@pytest.mark.parametrize(("given", "rate"), [([], 1e-4), (["policy.optimizer.kwargs.lr=3e-4"], 3e-4)])
+def test_the_suggested_run_of_adapters_has_a_learning_rate_for_adapters(tmp_path, given, rate):
+    loaded = load_config(None, ["policy.lora.enabled=true", *given])
+    assert reread(with_real_model(loaded, tmp_path / "run", 370)).config.policy.optimizer.kwargs.lr == rate
+
+
 @pytest.mark.parametrize("where", ["file", "overrides", "overrides of the embedded default"])
 def test_the_suggested_run_of_a_real_model_keeps_a_learning_rate_and_batch_size_of_the_user(tmp_path, where):
     (tmp_path / "mine.yaml").write_text(

@@ -222,7 +222,7 @@ def test_an_unknown_model_is_reported_before_torch_is_imported(tmp_path, argumen
         2,
         "",
         f"tandem: error: {key} no-such-model: there is no such folder here, the hub cannot be reached, and the cache holds no "
-        "copy from an earlier download. Check the path, or the name and the connection.\n",
+        "copy from an earlier download. Check the path or the name. Without a connection, give the folder of a model.\n",
     )
 
 

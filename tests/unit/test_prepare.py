@@ -136,7 +136,8 @@ def test_the_rows_that_training_packs_are_shown(prepare):
     _, out, _ = prepare("data.train=pairs.jsonl", "policy.train_global_batch_size=4")
     header, _, table = out.partition("Rows of training on this machine: ")[2].partition("\n")
     assert (
-        header == "128 tokens (auto: the longest preference has 24); an epoch of them, and a batch of 4 pairs in them"
+        header == "128 tokens (auto: the longest preference, with all its completions, has 24); an epoch of them, "
+        "and a batch of 4 pairs in them"
     )
     assert table.splitlines()[1].split() == ["train", "128", "2", "75.0%", "4.0", "4.0", "1", "1.31"]
     assert "  training steps: 2\n" in out

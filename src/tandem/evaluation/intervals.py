@@ -41,7 +41,9 @@ def share_estimate(values: FloatArray, prompts: IntArray) -> Estimate:
     count = min(len(values), share * (1 - share) / variance) if variance else len(np.unique(prompts))
     centre = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
     half = Z / (1 + Z**2 / count) * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2))
-    return Estimate(share, max(0.0, centre - half), min(1.0, centre + half))
+    # At 0 and 1 the interval ends there, but for rounding.
+    low, high = 0.0 if share == 0 else centre - half, 1.0 if share == 1 else centre + half
+    return Estimate(share, max(0.0, low), min(1.0, high))
 
 
 def difference_estimate(differences: FloatArray, prompts: IntArray) -> Estimate:

@@ -20,7 +20,7 @@ from tandem.paths import check_data
 from tandem.report.per_pair import check_per_pair
 from tandem.storage.cache import is_checkpoint, is_run
 from tandem.terminal.arguments import option, setting
-from tandem.terminal.commands import export_call, key_of, override, resume_call
+from tandem.terminal.commands import finish_or_use_checkpoint, key_of, override
 
 # Keys whose values the arguments give, or that have no effect here.
 GIVEN_BY_ARGUMENTS = (
@@ -221,8 +221,8 @@ def model_of_run(key: str, run: Path, policy: PolicyConfig) -> ModelRequest:
     folder = run / "model"
     if not folder.is_dir():
         raise CheckpointError(
-            f"{setting(key, run)}: a run that has no model yet ({folder} is missing). Finish it with "
-            f"{resume_call(str(run))}, or export a checkpoint with {export_call(str(run))}."
+            f"{setting(key, run)}: a run that has no model yet ({folder} is missing). "
+            f"{finish_or_use_checkpoint(str(run))}"
         )
     plain = {"revision": None, "weights": "float32", "compile": policy.compile}
     if (folder / "adapter_config.json").is_file():

@@ -9,6 +9,7 @@ from rich.text import Text
 from tandem.evaluation.compare import LISTED_PAIRS
 from tandem.evaluation.intervals import Estimate
 from tandem.evaluation.records import Benchmark, Comparison, Evaluation, Group
+from tandem.storage.cache import is_run
 from tandem.terminal.arguments import option
 from tandem.terminal.console import SafeConsole
 from tandem.terminal.printable import escaped, listed
@@ -76,7 +77,7 @@ def _heading(found: Evaluation) -> str:
         return f"{found.model}: tasks of the LM Evaluation Harness"
     how = {
         "implicit reward": f"implicit rewards of {found.loss}, beta {found.beta:g}" if found.beta is not None else "",
-        "log-probability": f"log-probabilities only; implicit rewards need {option('reference', metavar='MODEL')}",
+        "log-probability": f"log-probabilities only; implicit rewards need {_what_has_a_reference(found.model)}",
         "model score": "scores of the model",
     }[found.scored_by]
     against = f", reference {found.reference}" if found.reference else ""
@@ -89,6 +90,12 @@ def _heading(found: Evaluation) -> str:
         f"{found.model}: {how}{against}\n"
         f"{found.total.num_pairs:,} pairs of {found.total.num_prompts:,} prompts, {found.precision} ({speed})"
     )
+
+
+def _what_has_a_reference(model: str) -> str:
+    """Return the option that names a reference, and, if the model is the export of a run, this run, which has a reference."""
+    asked, run = option("reference", metavar="MODEL"), Path(model).parent
+    return f"{asked}, or the run, {run}" if Path(model).name == "model" and is_run(run) else asked
 
 
 def _show_total(found: Evaluation, total: Group, printer: _Printer) -> None:

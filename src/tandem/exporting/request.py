@@ -123,7 +123,7 @@ def _config_file(given: Path) -> Path:
     refuse_links(given)
     if (given / "config.yaml").is_file():
         return given / "config.yaml"
-    what = "it holds an exported model already" if is_export(given) else why_not_a_run(given)
+    what = "it holds a model, not a run" if is_export(given) else why_not_a_run(given)
     raise CheckpointError(f"{given}: {what}. Give the directory of a run, or one of its checkpoints.")
 
 

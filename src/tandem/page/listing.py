@@ -10,7 +10,7 @@ from tandem.page.sections import final_record, shown
 from tandem.runs import Run, accuracy_of, number_in
 
 COLUMNS = ["run", "status", "steps", "!", "at", "accuracy", "95 % interval", "loss", "margin"]
-LEGEND = "!: how many verdicts are warnings; at: the step of the results"
+LEGEND = "!: how many verdicts are warnings; at: the step of the results (of the exported model, if there is one)"
 MAX_STRUCTURE_CHARACTERS = 60  # of a list or a mapping among the settings
 METRICS = ("loss", "accuracy", "rewards_margin_mean", "rewards_chosen_mean", "rewards_rejected_mean", "kl_per_token")
 

@@ -57,7 +57,9 @@ def find_card(name: str) -> Card:
     """Return the card with this name. Raise ConfigError for an unknown name."""
     known = TABLE.get(name.strip().lower())
     if known is None:
-        raise ConfigError(f"--gpu {name}: unknown card. Known cards: {card_names()}.")
+        similar = [one for one in TABLE if one.startswith(name.strip().lower())]
+        others = f"Did you mean {' or '.join(similar)}?" if similar else f"Known cards: {card_names()}."
+        raise ConfigError(f"--gpu {name}: unknown card. {others}")
     memory_gib, tflops, _ = known
     name = name.strip().lower()
     return Card(name, int(memory_gib * GIB), tflops, is_measured=name in MEASURED)

@@ -9,6 +9,7 @@ import torch
 
 from tandem.config.losses import needs_reference
 from tandem.config.schema import Config
+from tandem.config.sections.parallel import DEFAULT_PARALLEL
 from tandem.model.distributed.layer_sizes import Layers
 from tandem.model.load import empty_model
 from tandem.packing.batches import GlobalBatch
@@ -122,6 +123,15 @@ def outline(inputs: Inputs, target: Target, size: ModelSize, layers: Layers) -> 
     time = None if no_time else _time_need(inputs, planned, work, size, target, **given)
     host = host_need(need, inputs.config, lora=machine.lora, mesh=mesh, ranks_here=machine.ranks_here)
     return Outline(planned, machine, need, rows, work, memory, time, no_time, host, several)
+
+
+def speed_of_one_gpu(inputs: Inputs, target: Target, size: ModelSize, layers: Layers) -> float | None:
+    """Return the pairs per second of one GPU with the same batches. Return None if it is not known, or if they do not fit."""
+    policy = inputs.config.policy.model_copy(update={"parallel": DEFAULT_PARALLEL})
+    alone = replace(inputs, config=inputs.config.model_copy(update={"policy": policy}))
+    found = outline(alone, replace(target, gpus=ONE_GPU, options=NO_OPTIONS), size, layers)
+    fits = found.memory.verdict == "fits"
+    return found.time.pairs_per_second if fits and found.time is not None else None
 
 
 def _machine(inputs: Inputs, target: Target) -> Machine:

@@ -13,7 +13,7 @@ from tandem.model.distributed.layer_sizes import layers_of
 from tandem.model.distributed.layers import check_layers
 from tandem.model.load import empty_model
 from tandem.planning.cards import check_price
-from tandem.planning.estimate import Outline, Target, find_target, outline
+from tandem.planning.estimate import Outline, Target, find_target, outline, speed_of_one_gpu
 from tandem.planning.gpus import NO_OPTIONS, GpuOptions, planned_mesh
 from tandem.planning.records import DiskNeed, RunEstimate, Suggestion
 from tandem.planning.speed import ModelSize, size_of
@@ -52,7 +52,9 @@ def plan(
     suggestions: tuple[Suggestion, ...] = ()
     if found.memory.verdict != "fits":
         suggestions = suggest(Planner(loaded, inputs, size, layers, price_per_hour), target, bar)
-    lora = found.machine.lora
+    lora, several = found.machine.lora, found.several
+    if several is not None and found.time is not None:
+        several = replace(several, one_gpu_speed=speed_of_one_gpu(inputs, target, size, layers))
     return RunEstimate(
         model=config.policy.model_name,
         num_weights=size.num_weights,
@@ -70,7 +72,7 @@ def plan(
         disk=_disk_need(inputs, found, size, is_here=target.is_here),
         suggestions=suggestions,
         host=found.host if config.policy.optimizer.offload else None,
-        several=found.several,
+        several=several,
     )
 
 

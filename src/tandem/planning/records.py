@@ -53,6 +53,9 @@ class SeveralGpus:
     compute_seconds: float | None  # of a training step, with the waiting; None: not estimated
     efficiency: float | None  # computation as a share of the time of a step
     waiting: float  # share of the computation in which a rank waits for the one whose packs have the most attention
+    one_gpu_speed: float | None = (
+        None  # pairs per second of one GPU with these settings; None: not estimated, or it does not fit
+    )
 
 
 @dataclass(frozen=True, slots=True)

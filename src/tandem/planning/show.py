@@ -1,7 +1,7 @@
 """Prints a RunEstimate."""
 
 from tandem.planning.gpus import GB
-from tandem.planning.records import MemoryNeed, RunEstimate, TimeNeed
+from tandem.planning.records import MemoryNeed, RunEstimate, SeveralGpus, TimeNeed
 from tandem.planning.speed import Range
 from tandem.planning.traffic import OVERLAPPED
 from tandem.report.reporter import Reporter
@@ -13,6 +13,7 @@ VERDICTS = {
     "does not fit": "does not fit",
 }
 MINUTE, HOUR, DAY = 60, 3600, 86400
+FULL_ENOUGH = 0.75  # the share of positions that are not filler, below which fewer GPUs are suggested
 
 
 def show(found: RunEstimate, reporter: Reporter) -> None:
@@ -102,19 +103,24 @@ def _time(found: RunEstimate) -> list[tuple[str, str]]:
         return [("time", found.no_time)]
     time = found.time
     rows = [("time", f"{duration(time.total)}: {_time_parts(time)}")]
-    rows.append(("speed", f"about {time.pairs_per_second:,.3g} pairs per second in training"))
     several = found.several
-    if several is not None and several.efficiency is not None:
-        share = several.efficiency * (1 - several.waiting)
-        rows[-1] = (
-            "speed",
-            f"{rows[-1][1]}, {share:.0%} of {several.gpus.total} times the speed of one GPU (computed)",
-        )
+    rows.append(("speed", f"about {time.pairs_per_second:,.3g} pairs per second in training{_compared(time, several)}"))
+    if several is not None and found.rows.fill < FULL_ENOUGH:
+        rows.append(("", f"batches are too small for {several.gpus.total} GPUs: use fewer, or larger batches"))
     if found.cost is not None:
         price = f"{found.price_per_hour:g} per hour"
         each = "" if several is None else f" for each of {several.gpus.total} GPUs"
         rows.append(("cost", f"{_money(found.cost)}, at {price}{each}"))
     return rows
+
+
+def _compared(time: TimeNeed, several: SeveralGpus | None) -> str:
+    """Compare the speed of several GPUs with that of one, or, if the run does not fit on one, with computation alone."""
+    if several is None or several.efficiency is None:
+        return ""
+    if several.one_gpu_speed is not None:
+        return f", {time.pairs_per_second / several.one_gpu_speed:.2g} times one GPU (computed)"
+    return f"; {several.efficiency * (1 - several.waiting):.0%} of the time is computation (computed)"
 
 
 def _exchange(found: RunEstimate) -> list[tuple[str, str]]:

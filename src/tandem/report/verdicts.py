@@ -5,7 +5,7 @@ Each verdict describes a problem, with numbers and advice, or says that no probl
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import hypot, isfinite, sqrt
+from math import ceil, hypot, isfinite, sqrt
 
 from tandem.config.losses import is_dpo, lowers_chosen, needs_scores, supports
 from tandem.config.schema import Config
@@ -14,6 +14,7 @@ from tandem.terminal.arguments import option
 from tandem.training.checkpoint.ranking import Record
 
 STANDARD_ERRORS = 2.0  # an accuracy that differs from the start by this many is significant
+ENOUGH_PAIRS = 100  # a verdict on the accuracy of fewer also says that they are few
 MOST_PAIRS = 0.5  # share of pairs
 # Change of a mean reward that is not noise, for summed log-probabilities; divided by the length for rewards per token.
 NOTICEABLE_REWARD = 0.005
@@ -151,9 +152,14 @@ def _accuracy_flat(history: History) -> str | None:
         longer = "Train longer or with a larger policy.optimizer.kwargs.lr"
         what = f"The loss has risen: {SMALLER_RATE}" if _has_risen(history, lowest) else longer
         advice = f"{what}; if that does not help, read the pairs that {option('per_pair', metavar='FILE')} writes."
+    num_pairs = last["num_pairs"]
+    needed = f"{guess + error:.3f}"
+    if num_pairs < ENOUGH_PAIRS:  # their share of all pairs has few values
+        needed = f"{ceil((guess + error) * num_pairs)} of {num_pairs}"
+        advice = f"With so few pairs, only large changes can be told from chance: validate on {ENOUGH_PAIRS} or more. {advice}"
     return (
-        f"accuracy is flat: {last['accuracy']:.3f} on {last['num_pairs']:,} pairs is not significantly different from "
-        f"{guess:.3f} ({guess + error:.3f} would be). {advice}"
+        f"accuracy is flat: {last['accuracy']:.3f} on {num_pairs:,} pairs is not significantly different from "
+        f"{guess:.3f} ({needed} would be). {advice}"
     )
 
 

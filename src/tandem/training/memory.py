@@ -218,7 +218,7 @@ def describe_rows(packer: Packer, policy: PolicyConfig, usual: RowLength) -> str
     if packer.length == in_blocks(usual.tokens):
         return f"{rows} (auto: {usual.reason})"
     if packer.length == in_blocks(longest):
-        return f"{rows} (auto: the longest preference has {longest:,})"
+        return f"{rows} (auto: the longest preference, with all its completions, has {longest:,})"
     return f"{rows} (auto: batches of {policy.train_global_batch_size} pairs fill rows of this length)"
 
 

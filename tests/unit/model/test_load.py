@@ -156,7 +156,7 @@ def test_a_missing_folder_without_a_reachable_hub_is_refused_in_one_sentence(mon
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     assert refusal(model_name="runs/tandem-1") == (
         "policy.model_name = runs/tandem-1: there is no such folder here, the hub cannot be reached, and the cache holds no copy "
-        "from an earlier download. Check the path, or the name and the connection."
+        "from an earlier download. Check the path or the name. Without a connection, give the folder of a model."
     )
 
 

@@ -93,7 +93,7 @@ def test_a_list_of_runs(tmp_path):
         "run     status    steps  !  at  accuracy     95 % interval    loss  margin\n"
         "beta-1  finished     10  1  10    90.0 %  82.6 % to 94.5 %  0.6500  0.3000\n"
         "beta-2  stopped      10  1  10    90.0 %  82.6 % to 94.5 %  0.6500  0.3000\n"
-        "!: how many verdicts are warnings; at: the step of the results\n"
+        "!: how many verdicts are warnings; at: the step of the results (of the exported model, if there is one)\n"
         "\n"
         "Settings in which they differ\n"
         "  beta-1: dpo.reference_policy_kl_penalty=0.1\n"

@@ -288,7 +288,7 @@ def test_what_is_assumed_is_printed(model, on_eight, capsys):
     said = " ".join(said.split())
     assert "; assumed: 300 GB/s per GPU inside a machine, and 80% of the exchange overlaps with computation" in said
     assert "% of the computation, for the rank whose packs have the most attention" in said
-    assert "% of 8 times the speed of one GPU (computed)" in said
+    assert "% of the time is computation (computed)" in said  # one GPU cannot hold the model
     assert ", at 2.5 per hour for each of 8 GPUs" in said
     machines = planned(model, "policy.parallel.replicate=2", options=GpuOptions(gpus=8, machines=2))
     said = " ".join(shown(machines, capsys).split())
@@ -298,6 +298,26 @@ def test_what_is_assumed_is_printed(model, on_eight, capsys):
     assert "200 GB/s per machine between machines" in said
     read = json.loads(json.dumps(machines.as_dict()))["several"]
     assert (read["gpus"], read["links"]["between"]) == ({"per_machine": 8, "machines": 2}, 200e9)
+
+
+def test_the_speed_is_compared_with_one_gpu_where_the_run_fits_on_one(capsys):
+    size = "policy.train_global_batch_size=16"
+    one, eight = planned(size), planned(size, "policy.parallel.replicate=2", options=EIGHT)
+    assert one.time is not None and eight.time is not None and eight.several is not None
+    assert eight.several.one_gpu_speed == one.time.pairs_per_second
+    times = eight.time.pairs_per_second / one.time.pairs_per_second
+    assert f"pairs per second in training, {times:.2g} times one GPU (computed)" in " ".join(
+        shown(eight, capsys).split()
+    )
+
+
+def test_batches_that_are_too_small_for_the_gpus_are_reported(capsys):
+    advice = "batches are too small for 8 GPUs: use fewer, or larger batches"
+    assert advice in shown(
+        planned("policy.train_global_batch_size=4", options=EIGHT), capsys
+    )  # four ranks have no pair
+    assert advice not in shown(planned(options=EIGHT), capsys)
+    assert advice not in shown(planned("policy.train_global_batch_size=4"), capsys)
 
 
 def test_keys_of_the_configuration_say_how_many_gpus_there_are():

@@ -150,7 +150,10 @@ def test_a_set_packed_once_is_packed_the_same_on_every_gpu(monkeypatch):
         (["policy.packing.pack_length=1000"], "1,024 tokens (1,000 rounded up to a multiple of 128)"),
         (["policy.packing.mode=none"], "one sequence each, padded to at most 256 tokens"),
         (["policy.train_global_batch_size=12"], "384 tokens (auto: batches of 12 pairs fill rows of this length)"),
-        (["policy.train_global_batch_size=4"], "256 tokens (auto: the longest preference has 185)"),
+        (
+            ["policy.train_global_batch_size=4"],
+            "256 tokens (auto: the longest preference, with all its completions, has 185)",
+        ),
     ],
 )
 def test_the_row_length_is_described_with_its_reason(overrides, printed):

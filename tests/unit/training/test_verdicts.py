@@ -446,3 +446,10 @@ def test_damaged_records_are_not_judged(name, split):
 
 def test_without_intact_records_there_is_no_verdict():
     assert found(course({}, {}, without=["accuracy"])) == {}
+
+
+def test_few_pairs_are_said_to_be_few():
+    """0.5 + 2 standard errors of 0.5 / sqrt(40) = 0.658: 26.3 of 40 pairs, so 27."""
+    text = found(course(START, {"accuracy": 0.6, "num_pairs": 40}))["accuracy_flat"]
+    assert "0.600 on 40 pairs is not significantly different from 0.500 (27 of 40 would be). With so few pairs" in text
+    assert "validate on 100 or more" in text

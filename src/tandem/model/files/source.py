@@ -268,7 +268,7 @@ def download(key: str, name: str, revision: str | None, wanted: list[str]) -> Pa
     except LocalEntryNotFoundError:
         raise ConfigError(
             f"{setting(key, name)}: there is no such folder here, the hub cannot be reached, and the cache holds no copy "
-            "from an earlier download. Check the path, or the name and the connection."
+            "from an earlier download. Check the path or the name. Without a connection, give the folder of a model."
         ) from None
     except Exception as error:
         raise ConfigError(

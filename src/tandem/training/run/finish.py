@@ -35,7 +35,10 @@ RUN_DIRECTORY_KEYS = ("run.dir", "checkpointing.checkpoint_dir")  # directories 
 MODEL_KEY = "policy.model_name"
 MODEL_KEYS = ("policy.revision", "policy.tokenizer.name", "policy.lora.adapter", "reference.model")
 BATCH_SIZE_KEY = "policy.train_global_batch_size"
-STEPS_KEY = "dpo.max_num_steps"
+# Settings of a quick try on the bundled pairs, which do not suit a longer run.
+TRY_KEYS = ("dpo.max_num_steps", "dpo.val_period", "checkpointing.enabled", "checkpointing.save_period", "run.seed")
+RATE_KEY = "policy.optimizer.kwargs.lr"
+LORA_RATE = 1e-4  # docs/choosing.md
 
 
 def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, per_pair: Path | None) -> None:
@@ -196,14 +199,14 @@ def with_real_model(loaded: LoadedConfig, run: Path, num_pairs: int) -> str:
     """Return the command that repeats a run with a real model instead of the tiny embedded one, in another run directory.
 
     A learning rate and a batch size that the user set are kept. Those of the embedded default configuration suit a tiny random
-    model: without them, the learning rate is its default, and the batch size the one suggested for `num_pairs` pairs. The
-    number of steps is kept if the pairs are the user's own.
+    model: without them, the learning rate is its default, or for adapters the one suggested for them, and the batch size the one
+    suggested for `num_pairs` pairs. TRY_KEYS are kept if the pairs are the user's own.
     """
     config, own = loaded.config, _has_own_pairs(loaded)
     is_resumed = loaded.file is not None and Path(loaded.file).resolve() == (run / "config.yaml").resolve()
     # A run's config.yaml contains the embedded default configuration, which is for the embedded model only.
     file = None if is_resumed and not own else loaded.file
-    left_out = {*RUN_DIRECTORY_KEYS, *MODEL_KEYS, MODEL_KEY, *([] if own else [STEPS_KEY])}
+    left_out = {*RUN_DIRECTORY_KEYS, *MODEL_KEYS, MODEL_KEY, *([] if own else TRY_KEYS)}
     given = [one for one in loaded.overrides if not loaded.keys_set_by(one) <= left_out]
     if file is not None:
         given += [override(key, None) for key in (*RUN_DIRECTORY_KEYS, *MODEL_KEYS) if _value(config, key) is not None]
@@ -216,6 +219,8 @@ def with_real_model(loaded: LoadedConfig, run: Path, num_pairs: int) -> str:
     # With packs of a whole set, a batch must be large enough for a pack.
     if config.policy.packing.mode != "dataset" and not (is_kept and loaded.is_set_by_user(BATCH_SIZE_KEY)):
         given = with_override(given, BATCH_SIZE_KEY, suggested_batch_size(num_pairs))
+    if config.policy.lora.enabled and not (is_kept and loaded.is_set_by_user(RATE_KEY)):
+        given = with_override(given, RATE_KEY, LORA_RATE)
     return tandem_command("train", *replace(loaded, file=file).file_arguments, *given)
 
 
