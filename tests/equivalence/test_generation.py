@@ -129,7 +129,7 @@ def test_an_answer_ends_at_the_longest_sequence_of_the_model_and_a_longer_prompt
     assert both["Hi"] == ids(short, ["Hi"], max_new_tokens=99)["Hi"]
     with pytest.raises(DataError) as error:
         ids(short, ["Hi", "Hi there " * 12])
-    assert str(error.value).startswith("prompts:2: the prompt has ")
+    assert str(error.value).startswith("prompts[1]: the prompt has ")
     assert str(error.value).endswith(f" tokens, and {short} is made for at most 24 with the answer. Shorten it.")
 
 
@@ -138,7 +138,7 @@ def test_messages_without_a_template_are_refused_and_plain_text_is_continued(fol
     with pytest.raises(DataError) as error:
         generate(str(folder), [[{"role": "user", "content": "Hi"}]], engine=engine)
     assert str(error.value) == (
-        "prompts:1: the prompt is a list of messages, but there is no chat template to render it. Set --chat-template "
+        "prompts[0]: the prompt is a list of messages, but there is no chat template to render it. Set --chat-template "
         "FILE.jinja, or use prompts of plain text."
     )
     [record] = generate(str(folder), ["Hi"], engine=engine, sampling=make_sampling(max_new_tokens=3)).records

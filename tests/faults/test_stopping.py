@@ -251,6 +251,7 @@ def test_under_nohup_a_closed_terminal_is_ignored(tmp_path, monkeypatch):
         assert len(metrics_of(short_run(tmp_path / "run"))) == 4
 
 
+@pytest.mark.usefixtures("of_a_command")
 def test_a_limit_without_checkpoints_is_refused():
     with pytest.raises(ConfigError) as caught:
         load_config(None, ["checkpointing.enabled=false", "checkpointing.checkpoint_must_save_by='01:00:00'"])

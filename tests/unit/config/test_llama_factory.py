@@ -14,6 +14,8 @@ from tandem.config.load import load_config
 from tandem.config.validation import flatten
 from tandem.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 FILE: dict[str, Any] = {
     "model_name_or_path": "org/model",
     "stage": "dpo",

@@ -13,6 +13,8 @@ from tandem.config.load import load_config, require_training_set
 from tandem.config.schema import Config
 from tandem.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 
 @pytest.fixture
 def write(tmp_path):

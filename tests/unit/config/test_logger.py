@@ -6,6 +6,8 @@ import yaml
 from tandem.config.load import load_config
 from tandem.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 
 def test_settings_of_a_tracker_that_is_not_enabled_are_refused():
     with pytest.raises(ConfigError) as refused:

@@ -7,6 +7,8 @@ from tandem.config.load import load_config
 from tandem.config.sections.policy import Lora
 from tandem.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 
 def refusal(*overrides):
     with pytest.raises(ConfigError) as refused:

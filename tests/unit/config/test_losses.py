@@ -21,6 +21,8 @@ from tandem.errors import ConfigError
 from tandem.loss.declare import INPUT_SETTINGS, Bounds
 from tandem.loss.losses import LOSSES
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 ALL = join_names(LOSSES, "or")
 
 

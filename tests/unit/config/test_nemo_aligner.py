@@ -13,6 +13,8 @@ from tandem.config.load import LoadedConfig, load_config
 from tandem.config.validation import flatten
 from tandem.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 FULL: dict[str, Any] = {
     "defaults": [{"optional tp_overlap@model.ub_tp_comm_overlap_cfg": None}],
     "trainer": {

@@ -7,6 +7,8 @@ from tandem.config.load import load_config
 from tandem.config.sections.policy import Policy
 from tandem.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 
 def policy_of(*overrides: str) -> Policy:
     return load_config(None, list(overrides)).config.policy

@@ -9,6 +9,8 @@ import yaml
 from tandem.config.load import load_config
 from tandem.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 MODEL = ["--model_name_or_path", "org/model", "--dataset_name", "org/pairs"]
 
 

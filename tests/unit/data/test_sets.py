@@ -19,6 +19,8 @@ from tandem.data.store.token_store import TokenStore
 from tandem.data.text.template import Template
 from tandem.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 RAW = Template(letter_tokenizer(), None, {})
 
 

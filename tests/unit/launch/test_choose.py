@@ -11,6 +11,8 @@ from tandem.isolation import LAUNCHER
 from tandem.launch import choose
 from tandem.launch.choose import check_python_call, choose_launcher, num_local_ranks, num_ray_ranks
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_ID", "SLURM_PROCID", LAUNCHER)
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 SRUN = TORCHRUN | {LAUNCHER: "slurm", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}

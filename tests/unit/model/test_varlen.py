@@ -17,6 +17,8 @@ from tandem.model.load import check_varlen
 from tandem.packing.layout import join, lay_out
 from tandem.training.start.setup import set_up
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 CPU = torch.device("cpu")
 
 

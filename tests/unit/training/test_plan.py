@@ -16,6 +16,8 @@ from tandem.report.choices import describe_choices
 from tandem.training.start.plan import plan_steps, suggested_batch_size
 from tandem.training.start.setup import set_up
 
+pytestmark = pytest.mark.usefixtures("of_a_command")
+
 CPU = torch.device("cpu")
 PAGES = ("docs/choosing.md", "docs/tutorial.md", "docs/quickstart.md")
 B2 = "policy.train_global_batch_size=2"
