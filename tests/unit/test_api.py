@@ -302,7 +302,7 @@ def test_formats_are_listed_described_and_read():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"config": "a=b"}, "config = 'a=b': a single text is the path of a YAML file. Give settings as a list."),
+        ({"config": "a=b"}, 'config="a=b": a single text is the path of a YAML file. Give settings as a list.'),
         (
             {"config": {"data.train": "a.jsonl"}, "rows": [{}]},
             "rows and data.train = a.jsonl both give the data. Leave out one of them.",

@@ -8,7 +8,8 @@ import pytest
 from run_directories import make_run, record
 
 from tandem.errors import CheckpointError, ConfigError
-from tandem.runs import list_runs, list_sweeps, open_run, wilson
+from tandem.run_numbers import wilson
+from tandem.runs import list_runs, list_sweeps, open_run
 
 
 def test_everything_a_finished_run_holds(tmp_path):

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.schema import Config
-from tandem.runs import SHOWN_RESULTS, Record, StoredVerdict, numbers_shown, open_run
+from tandem.run_numbers import numbers_shown
+from tandem.runs import SHOWN_RESULTS, Record, StoredVerdict, open_run
 from tandem.storage.ownership import step_in
 from tandem.terminal.printable import escaped
 from tandem.training.checkpoint.ranking import records_in

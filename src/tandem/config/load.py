@@ -187,7 +187,8 @@ def load_config(
 def _file_and_overrides(config: Overrides | str | Path | None, overrides: Overrides) -> tuple[str | None, Given]:
     """Return the configuration file, and all overrides in order. `config` is either of them."""
     if isinstance(config, str) and "=" in config and not in_command() and not Path(config).exists():
-        raise ConfigError(f"config = {config!r}: a single text is the path of a YAML file. Give settings as a list.")
+        given = option("config", config)
+        raise ConfigError(f"{given}: a single text is the path of a YAML file. Give settings as a list.")
     more = _in_order(overrides)
     if config is None or isinstance(config, str | Path):
         return None if config is None else str(config), more

@@ -8,7 +8,8 @@ from tandem.page.curves import NUM_COLOURS, comparison_charts
 from tandem.page.document import callout, document, empty, figure, footer, header, section
 from tandem.page.html import Markup, duration, joined, number, percent, table, tag
 from tandem.page.sections import final_record, shown
-from tandem.runs import Interval, Record, Run, accuracy_of, number_in
+from tandem.run_numbers import Interval, accuracy_of, number_in
+from tandem.runs import Record, Run
 from tandem.training.checkpoint.ranking import measured_on
 
 

@@ -8,7 +8,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from tandem.runs import Record, Run, accuracy_of, number_in, wilson
+from tandem.run_numbers import accuracy_of, number_in, wilson
+from tandem.runs import Record, Run
 from tandem.training.checkpoint.ranking import measured_on
 
 Chart = dict[str, Any]

@@ -7,7 +7,8 @@ from tandem.page.curves import Chart
 from tandem.page.document import callout, empty, figure, section
 from tandem.page.html import Markup, joined, number, percent, table, tag
 from tandem.page.sections import figures_of
-from tandem.runs import Run, StoredVerdict, number_in
+from tandem.run_numbers import number_in
+from tandem.runs import Run, StoredVerdict
 
 KINDS = {
     "pairs_lost": (

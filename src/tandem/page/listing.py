@@ -7,7 +7,8 @@ from tandem.page.comparison import differing_keys
 from tandem.page.curves import SEVERITY
 from tandem.page.html import number, percent
 from tandem.page.sections import final_record, shown
-from tandem.runs import Run, accuracy_of, number_in
+from tandem.run_numbers import accuracy_of, number_in
+from tandem.runs import Run
 
 COLUMNS = ["run", "status", "steps", "!", "at", "accuracy", "95 % interval", "loss", "margin"]
 LEGEND = "!: how many verdicts are warnings; at: the step of the results (of the exported model, if there is one)"

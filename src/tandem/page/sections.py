@@ -10,7 +10,8 @@ from tandem.page.curves import CHART_OF_VERDICT, SEVERITY, Chart
 from tandem.page.document import callout, empty, figure, section
 from tandem.page.html import Markup, duration, joined, number, percent, table, tag
 from tandem.report.verdicts import judge
-from tandem.runs import Record, Run, StoredVerdict, accuracy_of, number_in
+from tandem.run_numbers import accuracy_of, number_in
+from tandem.runs import Record, Run, StoredVerdict
 from tandem.training.run.directory import stored_config
 
 MAX_TITLE_CHARACTERS = 70

@@ -137,13 +137,11 @@ def _accuracy_flat(history: History) -> str | None:
     last = history.last
     if (known := _start_and_threshold(history)) is None or _accuracy_changed(history):
         return None
-    guess, error = known
-    if guess + error > 1:
-        pairs = f"{last['num_pairs']:,} pair{'s' if last['num_pairs'] > 1 else ''}"
-        return (
-            f"{TOO_FEW_PAIRS}: {last['accuracy']:.3f} on {pairs} is not significantly different from "
-            f"{guess:.3f}. Validate on more pairs."
-        )
+    guess, num_pairs = known[0], last["num_pairs"]
+    enough, plural = sum(known), "s" if num_pairs > 1 else ""
+    flat = f"{last['accuracy']:.3f} on {num_pairs:,} pair{plural} is not significantly different from {guess:.3f}"
+    if enough > 1:
+        return f"{TOO_FEW_PAIRS}: {flat}. Validate on more pairs."
     far = last.get("kl_per_token", 0.0) if history.starts_at_reference else 0.0
     if far > FAR_NATS:
         advice = f"The policy still moved {far:.2f} nats per token away from the reference: {SMALLER_RATE}."
@@ -152,15 +150,11 @@ def _accuracy_flat(history: History) -> str | None:
         longer = "Train longer or with a larger policy.optimizer.kwargs.lr"
         what = f"The loss has risen: {SMALLER_RATE}" if _has_risen(history, lowest) else longer
         advice = f"{what}; if that does not help, read the pairs that {option('per_pair', metavar='FILE')} writes."
-    num_pairs = last["num_pairs"]
-    needed = f"{guess + error:.3f}"
+    needed = f"{enough:.3f}"
     if num_pairs < ENOUGH_PAIRS:  # their share of all pairs has few values
-        needed = f"{ceil((guess + error) * num_pairs)} of {num_pairs}"
+        needed = f"{ceil(enough * num_pairs)} of {num_pairs}"
         advice = f"With so few pairs, only large changes can be told from chance: validate on {ENOUGH_PAIRS} or more. {advice}"
-    return (
-        f"accuracy is flat: {last['accuracy']:.3f} on {num_pairs:,} pairs is not significantly different from "
-        f"{guess:.3f} ({needed} would be). {advice}"
-    )
+    return f"accuracy is flat: {flat} ({needed} would be). {advice}"
 
 
 def _accuracy_reversed(history: History) -> str | None:

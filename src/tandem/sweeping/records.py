@@ -9,7 +9,8 @@ from typing import Any, Literal
 from tandem.config.tracked import tracked_metric
 from tandem.errors import CheckpointError, ConfigError
 from tandem.page.sections import final_record
-from tandem.runs import Interval, Run, accuracy_of, open_run
+from tandem.run_numbers import Interval, accuracy_of
+from tandem.runs import Run, open_run
 from tandem.training.checkpoint.ranking import Ranking
 
 # planned: not started, or of an earlier start and not continued yet

@@ -45,7 +45,7 @@ def is_there(pid: int) -> bool:
 
 def test_results_come_in_the_order_of_the_items_though_later_ones_end_first():
     def work(item, monitor):
-        time.sleep(0.2 if item == 0 else 0)
+        time.sleep(1 if item == 0 else 0)
         return item, time.monotonic()
 
     results = done(work, range(6))
