@@ -27,6 +27,7 @@ def model(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(cache, "REMEMBERED_BYTES", 1000)
     monkeypatch.setattr(read_ahead, "REMEMBERED_BYTES", 1000)
     monkeypatch.setattr(read_ahead, "_available_memory", lambda: 12_000)  # twice the files
+    monkeypatch.setattr(read_ahead, "default_workers", lambda: 4)
     folder = tmp_path / "model"
     folder.mkdir()
     names = ["model-1.safetensors", "model-2.safetensors"]
@@ -145,6 +146,12 @@ def test_the_limit_of_a_container_counts_as_memory(tmp_path, monkeypatch):
     assert read_ahead._available_memory() == 512_000
     monkeypatch.setattr(read_ahead, "MEMINFO", none)
     assert read_ahead._available_memory() == 0
+
+
+def test_few_cpus_are_left_to_the_imports(model, monkeypatch):
+    assert len(read_ahead._files_to_read(config_of(model))) == 2
+    monkeypatch.setattr(read_ahead, "default_workers", lambda: 3)
+    assert read_ahead._files_to_read(config_of(model)) == []
 
 
 def test_the_embedded_model_is_not_read():

@@ -9,10 +9,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tandem.config.schema import Config
+from tandem.data.store.pool import default_workers
 from tandem.model.files.source import weights_on_disk
 from tandem.storage.cache import REMEMBERED_BYTES, content_note, known_content, remember_content
 
-CHUNK_BYTES = 16 * 1024 * 1024
+# Large, because the thread takes Python's lock twice for each, for which imports then wait.
+CHUNK_BYTES = 64 * 1024 * 1024
+# With fewer, reading and hashing would take time from the imports: on two busy cores, a start took 1.3 to 2.3 times as long.
+FEWEST_CPUS = 4
 MEMORY_SHARE = 0.5  # of the available memory: files that take more would be read only to be dropped again
 MEMINFO = Path("/proc/meminfo")
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -36,12 +40,16 @@ def reading_ahead(config: Config) -> Iterator[None]:
 
 
 def _files_to_read(config: Config) -> list[Path]:
-    """Return the large weight files of a run's models; none if they do not fit in memory.
+    """Return the large weight files of a run's models; none if they do not fit in memory or there are few CPUs.
 
     One rank of a machine reads for all. Of several machines, each loads only a part of the files, so none reads ahead.
     """
     ranks = os.environ.get("WORLD_SIZE", "1")
-    if os.environ.get("LOCAL_RANK", "0") != "0" or os.environ.get("LOCAL_WORLD_SIZE", ranks) != ranks:
+    if (
+        os.environ.get("LOCAL_RANK", "0") != "0"
+        or os.environ.get("LOCAL_WORLD_SIZE", ranks) != ranks
+        or default_workers() < FEWEST_CPUS
+    ):
         return []
     policy, reference = config.policy, config.reference
     models = [("policy.model_name", policy.model_name, policy.revision)]
