@@ -5,6 +5,8 @@ import shutil
 import tempfile
 
 CACHE = os.environ["TANDEM_CACHE"] = tempfile.mkdtemp(prefix="tandem-tests-")
+# Compiled layers are kept between sessions, because compiling takes minutes. Torch never loads an entry that does not fit.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/tandem-tests-compiled-{os.getuid()}")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # More threads would slow tiny models down, and runs are compared bit for bit.

@@ -333,9 +333,27 @@ def test_saving(bench, pairs, tmp_path):
 
 @pytest.mark.slow
 def test_start(bench, pairs, tmp_path):
-    own = ("--tokenizer", MODEL, "--data", pairs, "--folder", tmp_path, "--times", 2)
+    own = (
+        "--tokenizer",
+        MODEL,
+        "--data",
+        pairs,
+        "--folder",
+        tmp_path,
+        "--times",
+        2,
+        "--results",
+        tmp_path / "starts.jsonl",
+    )
     result = last_line(bench("start", *own, "--shape", "tiny", "--more", *FEW))
-    assert len(result["seconds"]) == 2
+    starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
+    assert [one["caches"] for one in starts] == ["empty", "warm"]
+    assert [one["seconds"] for one in starts] == result["seconds"]
+    for one in starts:
+        assert {"imports and settings", "audit", "step"} <= set(one["phases"])
+        # Phases begin when the process imports tandem, and short ones are not listed. The last line printed ends them.
+        assert 0 < sum(one["phases"].values()) <= one["lines"][-1][0] + 0.5
+        assert any(text.startswith("step 1/") for _, text in one["lines"])
 
 
 @pytest.mark.slow

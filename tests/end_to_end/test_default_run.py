@@ -15,8 +15,12 @@ from tandem.config.tracked import METRICS
 def default(tmp_path_factory):
     folder = tmp_path_factory.mktemp("default")
     command = [sys.executable, "-m", "tandem", "train"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ, check=False)
-    assert done.returncode == 0, done.stderr
+    environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}  # every imported module, in a line of standard error
+    with (folder / "imports").open("w") as imports:
+        done = subprocess.run(
+            command, cwd=folder, stdout=subprocess.PIPE, stderr=imports, text=True, env=environment, check=False
+        )
+    assert done.returncode == 0, (folder / "imports").read_text()[-5000:]
     return folder / "runs" / "default-1", done.stdout
 
 
@@ -47,6 +51,45 @@ def test_the_output_has_every_section(default):
     ):
         assert words in printed
     assert "\x1b[" not in printed  # no colours, no bar, where there is no terminal
+
+
+# Packages and parts of torch that take long to import, for settings that the default run does not use.
+UNUSED = (
+    *(
+        "wandb",
+        "mlflow",
+        "tensorboard",
+        "torch.utils.tensorboard",
+        "peft",
+        "bitsandbytes",
+        "gguf",
+        "fla",
+        "liger_kernel",
+    ),
+    *(
+        "trl",
+        "ray",
+        "vllm",
+        "lm_eval",
+        "datasets",
+        "tensorflow",
+        "jax",
+        "torch._inductor.compile_fx",
+        "torch._inductor.codecache",
+    ),
+)
+
+
+def test_nothing_is_imported_for_settings_that_are_not_used(default):
+    run, _ = default
+    lines = (run.parent.parent / "imports").read_text(encoding="utf-8").splitlines()
+    imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    assert {"torch", "transformers", "tandem.training.trainer"} <= imported
+    # A failed import has a line too, but none for a submodule.
+    parts = {
+        one: any(name.startswith(f"{one}.") or (name == one and "." in one) for name in imported) for one in UNUSED
+    }
+    assert [one for one, is_imported in parts.items() if is_imported] == []
 
 
 def test_the_run_directory_holds_the_documented_files(default):

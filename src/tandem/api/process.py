@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from tandem.config.load import LoadedConfig
 from tandem.errors import ConfigError, TandemError
 from tandem.isolation import isolated
+from tandem.storage.compile_cache import kept_compile_caches
 from tandem.terminal.printable import SECRETS, Secrets
 from tandem.user_code import refuse_while_loading
 
@@ -27,7 +28,13 @@ def own_process(function: str, loaded: LoadedConfig | None = None) -> Iterator[N
             f"{function}: another call is at work in this process, which can do one at a time. Wait for it, or use another one."
         )
     try:
-        with isolated(), _same_environment(), _same_torch(), SECRETS.holding(loaded.secrets if loaded else Secrets()):
+        with (
+            isolated(),
+            _same_environment(),
+            kept_compile_caches(),
+            _same_torch(),
+            SECRETS.holding(loaded.secrets if loaded else Secrets()),
+        ):
             try:
                 yield
             except TandemError as error:

@@ -11,6 +11,7 @@ from tandem.config.load import EMBEDDED_DEFAULT, LoadedConfig, Overrides, load_c
 from tandem.errors import AlreadyReportedError, ConfigError, StoppedError
 from tandem.launch.choose import check_python_call
 from tandem.launch.srun import adopt_srun_variables
+from tandem.model.files.read_ahead import reading_ahead
 from tandem.paths import check_run
 from tandem.report.reporter import Reporter, Verbosity
 from tandem.training.run.callbacks import Callback, Callbacks, check_callbacks
@@ -62,7 +63,8 @@ def train(
         check_python_call(loaded.config.cluster)
         require_training_set(loaded.config)
         check_run(loaded, fresh=fresh, per_pair=file)
-        return _train(loaded, Callbacks(callbacks), verbosity, fresh=fresh, per_pair=file)
+        with reading_ahead(loaded.config):
+            return _train(loaded, Callbacks(callbacks), verbosity, fresh=fresh, per_pair=file)
 
 
 def _train(

@@ -36,6 +36,7 @@ from tandem.errors import (
 )
 from tandem.isolation import LAUNCHER, isolated
 from tandem.launch.srun import is_in_step
+from tandem.storage.compile_cache import kept_compile_caches
 from tandem.terminal.streams import print_error, print_traceback, watched_streams
 
 
@@ -45,7 +46,7 @@ def main() -> None:
     if is_distributed() or is_in_step():
         # If a rank ends, torch prints C++ stack traces before tandem says what happened.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with isolated(), watched_streams():
+    with isolated(), kept_compile_caches(), watched_streams():
         _run_command()
 
 

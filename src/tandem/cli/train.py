@@ -68,6 +68,7 @@ def train(
     from tandem.launch.choose import choose_launcher, num_local_ranks, started_by
     from tandem.launch.local import train_on_ranks
     from tandem.launch.srun import adopt_srun_variables
+    from tandem.model.files.read_ahead import reading_ahead
     from tandem.paths import check_resumed, check_run
 
     adopt_srun_variables()
@@ -101,7 +102,8 @@ def train(
         train_with_ray(_restartable(context.meta[ARGUMENTS], loaded, fresh=fresh), loaded.config.cluster)
         return
     verbosity: Verbosity = "quiet" if silent else "verbose" if verbose else "normal"
-    _train_and_leave_group(loaded, verbosity, as_json=as_json, fresh=fresh, per_pair=per_pair_file)
+    with reading_ahead(loaded.config):
+        _train_and_leave_group(loaded, verbosity, as_json=as_json, fresh=fresh, per_pair=per_pair_file)
 
 
 def _restartable(arguments: list[str], loaded: "LoadedConfig", *, fresh: bool) -> list[str]:

@@ -1,13 +1,14 @@
 """Checks the folders that training writes to: whether they can be written, and how much space is free."""
 
-import getpass
 import os
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.diagnosis.finding import Finding, finding
 from tandem.storage.cache import GIB, cache_dir, free_bytes
+from tandem.storage.compile_cache import INDUCTOR, TRITON, compile_caches
 
 WRITTEN_BYTES = 1024 * 1024  # of a write test
 
@@ -21,6 +22,7 @@ class Place:
     wanted_gib: float  # less is a warning
     needed_gib: float  # less is a problem
     instead: str  # what to do
+    grows: bool = False  # nothing is ever removed from it, so its size is reported
 
 
 def place_findings(*, has_gpu: bool) -> list[Finding]:
@@ -37,7 +39,7 @@ def place_findings(*, has_gpu: bool) -> list[Finding]:
         fix = "In a container, start it with --shm-size=1g."
         places.append(Place("shared memory", Path("/dev/shm"), 0.06, 0.005, fix))
     if has_gpu:
-        places += _compile_caches(temporary)
+        places += _compile_caches()
     return [*wrong, *map(check_place, places)]
 
 
@@ -57,7 +59,8 @@ def check_place(place: Place) -> Finding:
     free = free_bytes(place.folder)
     if free is None:
         return finding(place.name, "ok", f"{place.folder} can be written")
-    text = f"{place.folder}: {free / GIB:.3g} GiB free"
+    used = f"{_size(place.folder) / GIB:.2g} GiB used, " if place.grows else ""
+    text = f"{place.folder}: {used}{free / GIB:.3g} GiB free"
     if free < place.needed_gib * GIB:
         return finding(place.name, "problem", f"{text}: the disk is full", fix=f"Free some space. {place.instead}")
     if free < place.wanted_gib * GIB:
@@ -79,20 +82,22 @@ def _temporary_folder() -> tuple[Path | None, list[Finding]]:
         return None, [finding("temporary files", "problem", text, fix="Set TMPDIR to a writable directory.")]
 
 
-def _compile_caches(temporary: Path | None) -> list[Place]:
-    triton = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton/cache")
-    places = [Place("Triton's cache", triton, 1, 0.05, "Set TRITON_CACHE_DIR to another directory.")]
-    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if given is None and temporary is not None:
-        given = str(temporary / f"torchinductor_{_user()}")
-    if given is not None:
-        fix = "Set TORCHINDUCTOR_CACHE_DIR to another directory."
-        places.append(Place("compile cache", Path(given), 1, 0.05, fix))
-    return places
+def _compile_caches() -> list[Place]:
+    """Return the folders that this command's training would compile into."""
+    names = {TRITON: "Triton's cache", INDUCTOR: "compile cache"}
+    found = compile_caches()
+    return [
+        Place(name, Path(found[variable]), 1, 0.05, f"Set {variable} to another directory.", grows=True)
+        for variable, name in names.items()
+        if variable in found
+    ]
 
 
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):  # a container without a name for this user
-        return str(os.getuid())
+def _size(folder: Path) -> int:
+    """Return the size of all files in a folder. Files that disappear meanwhile are not counted."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(f"{place}/{name}").st_size
+    return total

@@ -114,19 +114,36 @@ def content_of(path: Path) -> str:
 
     The times include ctime, because archives and copies may restore an old modification time, but cannot set ctime.
     """
-    stat = path.stat()
-    if stat.st_size < REMEMBERED_BYTES:
+    note = content_note(path)
+    if note is None:
         return sha256_of(path)
-    times = stat.st_mtime_ns, stat.st_ctime_ns
-    note = cache_dir() / "hashes" / fingerprint(str(path.resolve()), stat.st_size, *times, stat.st_ino)
-    if note.is_file() and len(known := note.read_text()) == 64:
+    if known := known_content(note):
         return known
     digest = sha256_of(path)
+    remember_content(note, digest)
+    return digest
+
+
+def content_note(path: Path) -> Path | None:
+    """Return the file in the cache that holds the hash of a large file as it is now. Return None for a small file."""
+    stat = path.stat()
+    if stat.st_size < REMEMBERED_BYTES:
+        return None
+    times = stat.st_mtime_ns, stat.st_ctime_ns
+    return cache_dir() / "hashes" / fingerprint(str(path.resolve()), stat.st_size, *times, stat.st_ino)
+
+
+def known_content(note: Path) -> str | None:
+    """Return the hash that `remember_content` stored."""
+    return known if note.is_file() and len(known := note.read_text()) == 64 else None
+
+
+def remember_content(note: Path, digest: str) -> None:
+    """Store the hash of a file. `note`: by `content_note`, before the file was read."""
     with suppress(OSError):  # without a writable cache, the file is hashed again the next time
         note.parent.mkdir(parents=True, exist_ok=True)
         with replacing(note) as file:
             file.write(digest)
-    return digest
 
 
 def fingerprint(*parts: Any) -> str:

@@ -224,6 +224,22 @@ def test_every_folder_that_training_writes_to_is_checked(monkeypatch, tmp_path):
     assert names[-2:] == ["Triton's cache", "compile cache"]
 
 
+def test_the_compile_caches_are_those_of_training_with_their_size(monkeypatch, tmp_path):
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
+    monkeypatch.setattr(places, "free_bytes", lambda folder: 50 * GIB)
+    folder = tmp_path / f"compile-{os.getuid()}"
+    (folder / "triton").mkdir(parents=True)
+    with (folder / "triton/kernel").open("wb") as file:
+        file.truncate(GIB)
+    with (folder / "graph").open("wb") as file:
+        file.truncate(GIB // 2)
+    triton, inductor = places.place_findings(has_gpu=True)[-2:]
+    assert triton.text == f"{folder}/triton: 1 GiB used, 50 GiB free"
+    assert inductor.text == f"{folder}: 1.5 GiB used, 50 GiB free"
+
+
 # The network
 
 

@@ -1,14 +1,21 @@
 """The shapes of micro-batches that are compiled before the first step."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch._inductor.async_compile
 
+from tandem.config.load import load_config
 from tandem.config.sections.policy import Packing
 from tandem.data.text.tokens import TokenizedPreference
 from tandem.packing.packer import RankShare, make_packer
-from tandem.training.start.rehearsal import example, shapes_of
+from tandem.report.reporter import Reporter
+from tandem.training.start import build
+from tandem.training.start.rehearsal import example, shapes_of, start_compile_workers
 
 
 class Store(list[TokenizedPreference]):
@@ -51,3 +58,58 @@ def test_every_micro_batch_of_a_run_has_a_shape_that_was_compiled(packing, num_r
     assert compiled == shapes_of(of_another_rank, looked_at)
     for shape in compiled:
         assert example(packer, shape).token_ids.shape == shape
+
+
+# Torch's processes that compile kernels
+
+
+def setup_of(device: str, *, compiles: bool, **keys: str) -> Any:
+    config = load_config(None, [f"policy.{key}={value}" for key, value in keys.items()]).config
+    return SimpleNamespace(config=config, device=torch.device(device), compiles=compiles, source=None, lora=None)
+
+
+@pytest.mark.parametrize(
+    ("setup", "are_started"),
+    [
+        (setup_of("cuda", compiles=True), True),
+        (setup_of("cuda", compiles=False), True),  # FlexAttention is always compiled
+        (setup_of("cuda", compiles=False, attention="sdpa"), False),
+        (setup_of("cuda", compiles=False, packing="{mode: none}"), False),
+        (setup_of("cuda", compiles=True, packing="{mode: none}"), True),
+        (setup_of("cpu", compiles=True), False),  # C++ is compiled in threads
+    ],
+)
+def test_torchs_compile_processes_start_where_kernels_are_compiled(setup, are_started, monkeypatch):
+    started = []
+    monkeypatch.setattr(torch._inductor.async_compile, "maybe_warm_pool", lambda: started.append(True))
+    start_compile_workers(setup)
+    assert started == [True] * are_started
+
+
+@pytest.mark.parametrize("error", [OSError(11, "Resource temporarily unavailable"), None])
+def test_a_run_trains_without_processes_that_start_early(error, monkeypatch):
+    """The machine starts no more processes, or another version of torch does not have the function."""
+
+    def fail() -> None:
+        raise error
+
+    if error is None:
+        monkeypatch.delattr(torch._inductor.async_compile, "maybe_warm_pool")
+    else:
+        monkeypatch.setattr(torch._inductor.async_compile, "maybe_warm_pool", fail)
+    start_compile_workers(setup_of("cuda", compiles=True))
+
+
+def test_the_processes_start_before_weights_load(monkeypatch):
+    class Loading(Exception):
+        pass
+
+    def load(*_: object) -> None:
+        raise Loading
+
+    done = []
+    monkeypatch.setattr(build, "start_compile_workers", lambda setup: done.append("processes"))
+    monkeypatch.setattr(build, "load_sharded", load)
+    with pytest.raises(Loading):
+        build._load(setup_of("cuda", compiles=True), None, None, Reporter("silent"), check=lambda: None)  # type: ignore[arg-type]
+    assert done == ["processes"]

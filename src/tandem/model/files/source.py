@@ -187,6 +187,22 @@ def weights_of(source: ModelSource) -> list[Path]:
     return weight_files(source.key, source.name, source.folder, read_json(source.folder / "config.json"))
 
 
+def weights_on_disk(key: str, name: str, revision: str | None) -> list[Path]:
+    """Return the weight files of a model that are on this machine. Does not import torch, and downloads and builds nothing.
+
+    Raise an error if the model is not complete, not supported, or not there.
+    """
+    if name == EMBEDDED:
+        return []
+    if Path(name).is_dir():
+        folder = _folder(key, name, revision)
+    else:
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+    return weight_files(key, name, folder, read_json(folder / "config.json"))
+
+
 def weights_fingerprint(source: ModelSource) -> str:
     """Return a hash of everything that determines what a model computes: its weight files and its configuration."""
     described = read_json(source.folder / "config.json")

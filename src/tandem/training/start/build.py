@@ -43,7 +43,7 @@ from tandem.training.run.extension import begin_extension
 from tandem.training.run.stopping import Stopping
 from tandem.training.samples import Samples, answers_of, prompts_of, write_samples
 from tandem.training.start.references import audit_model, audit_start, load_sharded, make_references
-from tandem.training.start.rehearsal import compile_shapes, forecast_memory
+from tandem.training.start.rehearsal import compile_shapes, forecast_memory, start_compile_workers
 from tandem.training.start.setup import Setup
 from tandem.training.terms import StepContext
 from tandem.training.validation import ValidationReport, ValidationSet, validate
@@ -245,6 +245,7 @@ def _load(setup: Setup, run: Path, ranks: Ranks, reporter: Reporter, check: Call
     torch.manual_seed(setup.config.run.seed)
     reporter.say("\nLoading the model")
     reporter.start_times.begin("weights")
+    start_compile_workers(setup)
     policy = load_sharded(setup, setup.source, ranks, setup.lora)
     _balance_routers(setup, policy, ranks)
     weights = ranks.one_then_all(lambda: start_fingerprint(setup.source, setup.lora))

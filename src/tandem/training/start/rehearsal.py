@@ -1,12 +1,13 @@
 """Runs micro-batches before the first step: each shape, so that layers are compiled, and the longest, to forecast memory."""
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
 import torch
 
+from tandem.model.load import attention_kind
 from tandem.model.policy import Policy
 from tandem.model.reference import LiveReference, Reference
 from tandem.packing.layout import IntArray, Pack, join
@@ -20,6 +21,22 @@ from tandem.training.validation import portions
 
 # Of each set, the batches whose micro-batches are looked at. Row lengths are compiled whether or not these batches have them.
 BATCHES_WITH_SHAPES = 64
+
+
+def start_compile_workers(setup: Setup) -> None:
+    """Start torch's processes that compile GPU kernels, so that they import torch while weights load.
+
+    Torch starts them with the first compilation, and compiles one kernel at a time until they are ready.
+    """
+    policy = setup.config.policy
+    has_flex = policy.packing.mode != "none" and attention_kind(policy, setup.device) == "flex"
+    if setup.device.type != "cuda" or not (setup.compiles or has_flex):
+        return
+    # Not a public function: it exists in torch 2.11 to 2.13. Without it, torch starts the processes later.
+    with suppress(ImportError, OSError):
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()
 
 
 def compile_shapes(
