@@ -2,8 +2,8 @@
 
 `install(folder)` writes them as programs. sbatch runs the job before it returns, and again if the job asks to be requeued.
 srun writes the arguments and the exit code of every task to srun.jsonl. If SIGNAL_WHEN names a path, it sends the signal of
-#SBATCH --signal to all tasks as soon as the path exists, once. If CANCEL_WHEN names a path, it does then what scancel does: SIGTERM to
-the tasks and to the batch script.
+#SBATCH --signal to all tasks as soon as the path exists, once. If CANCEL_WHEN names a path, it does the same as scancel then: it
+sends SIGTERM to the tasks and to the batch script.
 """
 
 import json
