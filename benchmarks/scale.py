@@ -37,7 +37,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -289,15 +288,23 @@ def many_workers(pairs: Pairs, options: argparse.Namespace) -> list[dict[str, An
 def several_seeds(sets: dict[str, Pairs], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of the packed methods for every set and seed: batches of 256 pairs, and of 16 pairs per worker."""
     rows = []
-    for name, seed, ranks in product(sets or ["log-normal"], options.seeds, options.workers):
-        draw = np.random.default_rng(seed).integers
-        pairs = sets[name][draw(len(sets[name]), size=SMALL_POOL)] if sets else log_normal(SMALL_POOL, seed)
-        for per_batch, method in product((PAIRS_PER_BATCH, PAIRS_PER_WORKER * ranks), METHODS[:2]):
-            run = Simulation(pairs, ranks, per_batch, options.pack_length, options.hidden_size)
-            length = run.auto_lengths()[-1] if method == "batch, auto" else options.pack_length
-            row = {"set": name, "seed": seed, "workers": ranks, "pairs": per_batch, "method": method, "length": length}
+    for name in sets or ["log-normal"]:
+        for seed in options.seeds:
+            draw = np.random.default_rng(seed).integers
+            pairs = sets[name][draw(len(sets[name]), size=SMALL_POOL)] if sets else log_normal(SMALL_POOL, seed)
+            for ranks in options.workers:
+                rows += _of_one_seed(f"{name[:10]}, seed {seed}", pairs, ranks, options)
+    return rows
+
+
+def _of_one_seed(name: str, pairs: Pairs, ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for per_batch in (PAIRS_PER_BATCH, PAIRS_PER_WORKER * ranks):
+        run = Simulation(pairs, ranks, per_batch, options.pack_length, options.hidden_size)
+        for method, length in (("batch", options.pack_length), ("batch, auto", run.auto_lengths()[-1])):
+            row = {"set": name, "workers": ranks, "pairs": per_batch, "method": method, "length": length}
             rows.append(row | measures(run.steps(method, min(8, SMALL_POOL // per_batch))))
-            show(rows[-1], f"{name[:10]}, seed {seed}, {per_batch:,} pairs")
+            show(rows[-1], f"{name}, {per_batch:,}")
     return rows
 
 
