@@ -37,7 +37,7 @@ test: $(READY)  ## set up, then run the tests
 
 .PHONY: test-slow
 test-slow: $(READY)  ## the tests that take minutes; SHARD=1/3 runs a third of them
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[demo]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[demo,ray]"
 	$(PYTEST) -m "slow and not gpu" $(if $(SHARD),--shard=$(SHARD))
 
 # In a venv of its own. transformers changes most between its versions.

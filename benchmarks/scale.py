@@ -1,6 +1,7 @@
 """Simulates how full rows are, and how long workers wait for each other, with 8 to 1,024 workers.
 
     python benchmarks/scale.py [--data FILE ... --tokenizer FOLDER] [--plot FILE]
+    python benchmarks/scale.py --seeds 0 1 2 3 4 --workers 64 [--data FILE ... --tokenizer FOLDER]
 
 Lengths are those of preference files with two completions (many workers take theirs from the first file, drawn with
 replacement), or log-normal as in benchmarks/train.py. A global batch is 256 pairs, or 16 pairs for each worker.
@@ -21,6 +22,8 @@ padding, because they are computed too.
     idle        share of the workers' time spent waiting, if they synchronise at the end of a step
     by round    the same, if they synchronise in every round (micro-batch), as with sharded weights
     useful      cost of the pairs, each prompt once and no filler, over the workers' time if they synchronise by round
+
+With --seeds, only the first two methods are compared, for every set and seed.
 
 A worker without a pair in a round counts as idle, though it may compute filler. Prints tables and, as its last line, one
 JSON object. Exits with 1 if the rows of a single worker are less than 97 % full over an epoch at 256 pairs per batch, unless
@@ -49,6 +52,7 @@ from tandem.packing.packer import ROWS_PER_BATCH, row_lengths
 MIN_FILL = 0.97
 PAIRS_PER_BATCH, PAIRS_PER_WORKER, PAIRS_PER_MICRO_BATCH = 256, 16, 8
 MAX_STEPS, POOL = 24, 65_536
+SMALL_POOL = 8192  # pairs for each of several seeds
 METHODS = ["batch", "batch, auto", "dataset", "greedy", "padded", "padded, sorted", "padded, grouped"]
 ALGORITHMS = ["first_fit_decreasing", "first_fit_shuffle", "exact_fit_decreasing"]
 METRICS = ["fill", "imbalance", "idle", "by round", "useful"]
@@ -281,6 +285,29 @@ def many_workers(pairs: Pairs, options: argparse.Namespace) -> list[dict[str, An
     return rows
 
 
+def several_seeds(sets: dict[str, Pairs], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of the packed methods for every set and seed: batches of 256 pairs, and of 16 pairs per worker."""
+    rows = []
+    for name in sets or ["log-normal"]:
+        for seed in options.seeds:
+            draw = np.random.default_rng(seed).integers
+            pairs = sets[name][draw(len(sets[name]), size=SMALL_POOL)] if sets else log_normal(SMALL_POOL, seed)
+            for ranks in options.workers:
+                rows += _of_one_seed(f"{name[:10]}, seed {seed}", pairs, ranks, options)
+    return rows
+
+
+def _of_one_seed(name: str, pairs: Pairs, ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for per_batch in (PAIRS_PER_BATCH, PAIRS_PER_WORKER * ranks):
+        run = Simulation(pairs, ranks, per_batch, options.pack_length, options.hidden_size)
+        for method, length in (("batch", options.pack_length), ("batch, auto", run.auto_lengths()[-1])):
+            row = {"set": name, "workers": ranks, "pairs": per_batch, "method": method, "length": length}
+            rows.append(row | measures(run.steps(method, min(8, SMALL_POOL // per_batch))))
+            show(rows[-1], f"{name}, {per_batch:,}")
+    return rows
+
+
 def heading(first: str) -> None:
     print(f"\n{first:<29}{'workers':>8}  {'method':<15}{'length':>7}" + "".join(f"{name:>11}" for name in METRICS))
 
@@ -358,11 +385,16 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=1536, help="weighs attention: see row_cost")
     parser.add_argument("--plot", help="an SVG file to write")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", help="compare several seeds, instead of everything else")
     options = parser.parse_args()
     if options.data and not options.tokenizer:
         parser.error("--data needs --tokenizer, the folder of a tokenizer")
     started = time.perf_counter()
     sets = {Path(file).name: read(file, options.tokenizer) for file in options.data}
+    if options.seeds:
+        heading("a batch of")
+        print(json.dumps({"benchmark": "scale", "rows": several_seeds(sets, options)}))
+        return
     sets = sets or {"log-normal": log_normal(POOL, options.seed)}
     heading("one epoch of")
     of_sets = [row for name, pairs in sets.items() for row in epochs(name, pairs, options)]

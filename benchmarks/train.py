@@ -270,6 +270,7 @@ def prepared(o: argparse.Namespace) -> Bench:
         bfloat16=ranks.device.type == "cuda",
         even_alone=o.sharded,
         reshard_after_forward=not o.keep_gathered,
+        reduce_once=o.reduce_once,
     )
     if ranks.device.type == "cuda" and not o.no_compile:
         compile_layers(policy)
@@ -343,6 +344,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--sharded", action="store_true", help="shard the weights with FSDP, even on one rank")
     parser.add_argument("--keep-gathered", action="store_true", help="policy.parallel.reshard_after_forward=false")
+    parser.add_argument("--reduce-once", action="store_true", help="policy.parallel.reduce_once_per_step=true")
     parser.add_argument("--deterministic", action="store_true", help="as run.deterministic=true")
     parser.add_argument("--reference", action="store_true", help="time the reference pass too")
     parser.add_argument("--limit-gib", type=float, help="the most memory of the GPU that torch may take")

@@ -1,20 +1,24 @@
-"""A run trains the same model whichever way its ranks are started: by tandem train, by srun in a batch script, or by Ray."""
+"""A run trains the same model whichever way its ranks are started: by tandem train, srun in a batch script, torchrun or Ray."""
 
 import importlib.util
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import yaml
 from listening import listening
 from running import SHORT, metrics_of
 from slurm_stub import JOB_ID, install
 
 TANDEM = [sys.executable, "-P", "-m", "tandem"]
+TORCHRUN = [sys.executable, "-P", "-m", "torch.distributed.run"]
+MANIFEST = Path(__file__).parents[2] / "examples/kubernetes.yaml"
 SETTINGS = [*SHORT, "dpo.max_num_steps=6", "checkpointing.save_period=2", "cluster.gpus_per_node=2", "run.dir=run"]
 KILLED = (
     "tandem: error: rank 1 was killed by SIGKILL (kill -9, or the system ran out of memory), so the other ranks were stopped. "
@@ -23,10 +27,37 @@ KILLED = (
 
 
 def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return start_program(folder, [*TANDEM, *arguments], **environment)
+
+
+def start_program(folder: Path, command: list[str], **environment: str) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
     pipe = subprocess.PIPE
     given = {**os.environ, **environment}
-    return subprocess.Popen([*TANDEM, *arguments], cwd=folder, env=given, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, cwd=folder, env=given, stdout=pipe, stderr=pipe, text=True)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def start_agents(folder: Path, *settings: str) -> list[subprocess.Popen[str]]:
+    """Start two torchrun agents with one rank each, with the options of the Kubernetes manifest."""
+    job = list(yaml.safe_load_all(MANIFEST.read_text(encoding="utf-8")))[1]
+    command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    split = command.index("tandem")
+    of_torchrun = dict(one.split("=") for one in command[1:split] if "=" in one)
+    of_torchrun |= {"--nproc-per-node": "1", "--master-addr": "127.0.0.1", "--master-port": str(free_port())}
+    assert command[split - 1 : split + 2] == ["--no-python", "tandem", "train"]
+    of_cluster = [one for one in command if one.startswith("cluster.") and "gpus" not in one]
+    agents = []
+    for number in range(2):
+        options = [f"{name}={value}" for name, value in of_torchrun.items() if name != "--node-rank"]
+        command = [*TORCHRUN, f"--node-rank={number}", *options, "--no-python", *TANDEM, "train"]
+        agents.append(start_program(folder, [*command, *settings, *of_cluster, "cluster.gpus_per_node=1"]))
+    return agents
 
 
 def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
@@ -37,8 +68,8 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
-def rank_of(number: int, folder: Path) -> int:
-    """The process id of a rank that tandem started in this folder."""
+def rank_of(number: int, folder: Path, program: bytes = b"tandem.launch.child") -> int:
+    """The process id of a rank in this folder. `program`: what is in its command."""
     for place in Path("/proc").glob("[0-9]*"):
         try:
             variables = (place / "environ").read_bytes().split(b"\0")
@@ -46,14 +77,20 @@ def rank_of(number: int, folder: Path) -> int:
             is_here = (place / "cwd").readlink() == folder
         except OSError:
             continue
-        if f"RANK={number}".encode() in variables and b"tandem.launch.child" in command and is_here:
+        if f"RANK={number}".encode() in variables and program in command and is_here:
             return int(place.name)
     raise AssertionError(f"no rank {number} in {folder}")
 
 
 def shown(out: str) -> str:
-    """What a run printed, without speeds, which vary."""
-    return re.sub(r"[0-9.]+ pairs/s", "", out)
+    """What a run printed, without speeds, which vary, and the arguments of the command that it suggests."""
+    return re.sub(r"(cluster\.[a-z_]+=\w+ ?)+", "", re.sub(r"[0-9.]+ pairs/s", "", out))
+
+
+def layout(folder: Path) -> set[str]:
+    """The files and folders of a run directory, without the numbers of steps: a run that was stopped saved others."""
+    paths = {str(path.relative_to(folder)) for path in (folder / "run").rglob("*")}
+    return {re.sub(r"step_[0-9]+", "step_N", path) for path in paths}
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +163,59 @@ def test_a_slurm_job_is_requeued_before_its_time_limit_and_trains_the_same_model
     assert log.count("Run directory: run") == 2  # it was requeued, and resumed
     assert "Run directory: run, resumed" in log
     assert second.read_text() == ""
-    folder, _ = local
+    folder, printed = local
     assert metrics_of(tmp_path / "run") == metrics_of(folder / "run")
+    assert layout(tmp_path) == layout(folder)
+    beginning, _, end = shown(printed).partition("step 1/6")
+    assert shown(log).startswith(beginning)
+    assert shown(log).endswith(end.partition("step 6/6")[2])
+
+
+@pytest.mark.slow
+def test_torchrun_trains_the_same_model_and_prints_the_same(local, tmp_path):
+    command = [*TORCHRUN, "--nproc-per-node", "2", "--master-port", str(free_port()), "--no-python", *TANDEM, "train"]
+    process = start_program(tmp_path, [*command, *SETTINGS])
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, out + err
+    folder, printed = local
+    assert shown(out) == shown(printed)
+    assert metrics_of(tmp_path / "run") == metrics_of(folder / "run")
+    assert layout(tmp_path) == layout(folder)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
+def test_two_agents_as_in_kubernetes_train_the_same_model_after_one_was_stopped_and_one_killed(local, tmp_path):
+    """A pod that is evicted gets SIGTERM, and one whose machine fails is lost. New pods run the same command."""
+    agents = start_agents(tmp_path, *SETTINGS)
+    wait_for(tmp_path / "run/checkpoints/step_2", agents[0])
+    agents[1].send_signal(signal.SIGTERM)
+    out, err = agents[0].communicate(timeout=120)
+    assert agents[0].returncode == 1, out + err
+    assert agents[1].communicate(timeout=120) and agents[1].returncode != 0
+    assert "tandem: stopped by SIGTERM" in err
+    saved = max(int(place.name[5:]) for place in (tmp_path / "run/checkpoints").glob("step_*"))
+
+    agents = start_agents(tmp_path, *SETTINGS)
+    wait_for(tmp_path / f"run/checkpoints/step_{saved // 2 * 2 + 2}", agents[0])
+    lost = rank_of(1, tmp_path, b"tandem")
+    agents[1].kill()
+    os.kill(lost, signal.SIGKILL)
+    killed = time.monotonic()
+    out, err = agents[0].communicate(timeout=120)
+    assert agents[0].returncode == 1, out + err
+    assert time.monotonic() - killed < 60
+    agents[1].communicate(timeout=60)
+
+    first, second = start_agents(tmp_path, *SETTINGS)
+    out, err = first.communicate(timeout=300)
+    assert first.returncode == 0, out + err
+    assert (second.communicate(timeout=60)[0], second.returncode) == ("", 0)
+    folder, printed = local
+    assert "Run directory: run, resumed" in out
+    assert metrics_of(tmp_path / "run") == metrics_of(folder / "run")
+    assert layout(tmp_path) == layout(folder)
+    assert shown(out).endswith(shown(printed).partition("step 6/6")[2])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
@@ -143,4 +231,7 @@ def test_ray_starts_the_ranks_again_after_one_was_killed(local, tmp_path):
     assert "Run directory: run, resumed" in out
     folder, printed = local
     assert metrics_of(tmp_path / "run") == metrics_of(folder / "run")
-    assert shown(out).startswith(shown(printed).partition("\nstep 1/6")[0])  # the same output, whichever way
+    beginning, _, end = shown(printed).partition("\nstep 1/6")
+    assert shown(out).startswith(beginning)  # the same output, whichever way
+    assert shown(out).endswith(end.partition("step 6/6")[2])
+    assert layout(tmp_path) == layout(folder)

@@ -82,13 +82,17 @@ if [ -n "${{SLURM_CPUS_PER_TASK:-}}" ]; then
   export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 fi
 
+# scancel sends SIGTERM to this script too, not only to the ranks. bash runs the trap when srun has ended.
+is_cancelled=no
+trap 'is_cancelled=yes' TERM
+
 code=0
 srun --kill-on-bad-exit=0 --wait={wait} --open-mode=append --output="$logs/rank-%t.log" \\
   {command} || code=$?
 
 # 129, 138 and 143: stopped by a signal or by the time limit. The same command resumes from the checkpoint that was saved.
-case "$code" in
-  129 | 138 | 143)
+case "$is_cancelled $code" in
+  "no 129" | "no 138" | "no 143")
     if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {max_restarts} ]; then
       scontrol requeue "$SLURM_JOB_ID"
     fi

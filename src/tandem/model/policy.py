@@ -78,6 +78,8 @@ class Policy(nn.Module):
         self.shard_casts: ShardCasts | None = None  # bfloat16 copies of this rank's shards of the weights
         # Whether layers keep the weights they gathered from other ranks as long as the weights do not change.
         self.keeps_gathered = False
+        # Whether gradients are summed over ranks only in the last backward pass of a step.
+        self.reduces_once = False
         self.context: Context | None = None  # the ranks that compute the same rows; None: only this one
         self.balance: RouterBalance | None = None  # the load-balancing loss of routers; None: it is off
         # Whether passes without gradients use the compiled layers of training passes, so that layers are compiled only once.
@@ -103,6 +105,14 @@ class Policy(nn.Module):
         for module in self.modules() if self.keeps_gathered else ():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def reduce_gradients(self, *, is_last: bool) -> None:
+        """Announce a backward pass. `is_last`: whether it is the last one before an update.
+
+        With `reduces_once`, other passes add gradients to float32 sums of this rank alone.
+        """
+        if self.reduces_once and isinstance(self, FSDPModule):
+            self.set_requires_gradient_sync(is_last)
 
     def inputs(self, pack: Pack, device: torch.device) -> PackInputs:
         """Copy a pack to the device, and make its attention masks."""

@@ -17,6 +17,10 @@ FloatArray = NDArray[np.float64]
 # How many rounds at the end may be packed again, and how many combinations of row lengths are tried for them.
 LAST_ROUNDS = 3
 NUM_TRIES = 8
+# How many exchanges per rank even out a round, and with how many of the cheapest packs one is tried.
+EXCHANGES_PER_RANK = 4
+NUM_PARTNERS = 8
+SMALLEST_GAIN = 1e-6  # of an exchange, as a share of the cost of the most expensive pack; less may be rounding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +71,7 @@ def assign_to_ranks(
     goes to the rank with the lowest total cost so far. If a round has fewer packs than ranks, the preferences of the round are
     spread over all ranks. The row length of a round is the shortest of the `lengths` that holds the largest pack of the round.
     Rounds with longer rows come first. With `repack`, the last rounds are packed again if that makes their total row length
-    shorter.
+    shorter. Then the packs of each round exchange preferences, so that their costs differ less.
 
     Example: preferences of size (and cost) 8 8 5 3 in bins [0] [1] [2 3], lengths 2 4 6 8, two ranks.
     Result: one round with packs [0] | [1] in rows of 8, then one round with packs [2] | [3] in rows of 6.
@@ -81,6 +85,8 @@ def assign_to_ranks(
     rounds.sort(key=lambda round: -round.length)
     if repack:
         rounds = _repack_last_rounds(rounds, sizes, lengths, num_ranks)
+    if num_ranks > 1:
+        rounds = [_even_out(round, sizes, costs - sizes) for round in rounds]
     return _balance_costs(rounds, costs, num_ranks)
 
 
@@ -171,6 +177,60 @@ def _best_fit(preferences: IntArray, sizes: IntArray, rooms: list[int]) -> list[
         given[pack].append(preference)
         insort(free, (room - size, pack))
     return [np.array(chosen, np.int64) for chosen in given]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Exchanges:
+    """The packs of a round while they exchange preferences, and what each preference and each pack costs."""
+
+    length: int
+    packs: list[list[int]]
+    sizes: IntArray
+    attention: FloatArray  # of each preference: its cost without its tokens
+    tokens: IntArray  # of each pack
+    totals: FloatArray  # attention of each pack
+
+    def improve(self, heavy: int, light: int) -> bool:
+        """Make the exchange between two packs that lowers the attention of the more expensive one most.
+
+        Return whether there is one: a preference of the heavy pack for one of the light pack, or for nothing.
+        """
+        mine, theirs = self.packs[heavy], self.packs[light]
+        cost = self.attention[mine][:, None] - np.append(self.attention[theirs], 0.0)
+        size = self.sizes[mine][:, None] - np.append(self.sizes[theirs], 0)
+        higher = np.maximum(self.totals[heavy] - cost, self.totals[light] + cost)
+        fits = (self.tokens[light] + size <= self.length) & (self.tokens[heavy] - size <= self.length)
+        higher[~fits] = np.inf
+        if not mine or higher.min() >= self.totals[heavy] * (1 - SMALLEST_GAIN):
+            return False
+        given, taken = divmod(int(higher.argmin()), higher.shape[1])
+        one = mine.pop(given)
+        if taken < len(theirs):
+            mine.append(theirs.pop(taken))
+        theirs.append(one)
+        for pack in (heavy, light):
+            self.tokens[pack] = self.sizes[self.packs[pack]].sum()
+            self.totals[pack] = self.attention[self.packs[pack]].sum()
+        return True
+
+
+def _even_out(round: Round, sizes: IntArray, attention: FloatArray) -> Round:
+    """Exchange preferences between the most expensive pack and one of the cheapest, until that pack cannot get cheaper.
+
+    All packs have the row length of the round, so that their costs differ in attention only.
+    Example: packs with sizes 4 4 and 2 2 and attention 3 3 and 1 1, in rows of 8, become 4 2 and 2 4, with attention 4 and 4.
+    """
+    packs = [pack.tolist() for pack in round.packs]
+    tokens, totals = (np.array([of[pack].sum() for pack in round.packs]) for of in (sizes, attention))
+    several_rows = tokens > round.length  # one preference, which cannot be exchanged
+    exchanges = _Exchanges(round.length, packs, sizes, attention, tokens, totals)
+    for _ in range(EXCHANGES_PER_RANK * len(packs)):
+        heavy = int(np.where(several_rows, -np.inf, totals).argmax())
+        cheapest = np.where(several_rows, np.inf, totals).argsort(kind="stable")[:NUM_PARTNERS].tolist()
+        partners = [pack for pack in cheapest if pack != heavy and not several_rows[pack]]
+        if several_rows[heavy] or not any(exchanges.improve(heavy, light) for light in partners):
+            break
+    return Round(round.length, tuple(np.array(pack, np.int64) for pack in packs))
 
 
 def _balance_costs(rounds: list[Round], costs: FloatArray, num_ranks: int) -> list[Round]:

@@ -77,6 +77,7 @@ def sent_per_step(config: Config, machine: Machine, layers: Layers, given: Distr
         weight_bytes=itemsize,
         number_bytes=itemsize,
         kept_for=given.micro_batches if keeps else None,
+        summed_over=given.micro_batches if policy.parallel.reduces_once(machine.mesh.weight_shards) else 1,
         recomputes=recomputes,
         num_trained=None if lora is None else lora.num_trained,
     )

@@ -48,6 +48,7 @@ def traffic(
     gradient_bytes: int = 4,
     number_bytes: int = 2,
     kept_for: float | None = None,
+    summed_over: float = 1,
     recomputes: bool = False,
     num_trained: float | None = None,
 ) -> Traffic:
@@ -55,6 +56,7 @@ def traffic(
 
     `weight_bytes`, `gradient_bytes` and `number_bytes`: of a gathered weight, a reduced gradient, and a number in attention.
     `kept_for`: for how many micro-batches gathered weights are kept, with policy.parallel.reshard_after_forward=false.
+    `summed_over`: for how many micro-batches gradients are summed together, with policy.parallel.reduce_once_per_step.
     `recomputes`: whether attention is recomputed in the backward pass. `num_trained`: weights with gradients; None: all.
     """
     shards = mesh.weight_shards
@@ -70,8 +72,8 @@ def traffic(
     away = (mesh.context - 1) / mesh.context
     return Traffic(
         gathered=gathers * weight_bytes * others,
-        scattered=trained * others * gradient_bytes,
-        replicated=between_replicas * gradient_bytes,
+        scattered=trained * others * gradient_bytes / summed_over,
+        replicated=between_replicas * gradient_bytes / summed_over,
         exchanged=layers.num_layers * passes * own_tokens * per_token * away * number_bytes,
     )
 

@@ -41,6 +41,7 @@ KEPT_PER_HIDDEN, KEPT_PER_INTERMEDIATE = 8.0, 3.2
 KEPT_SHARE = {"none": 1.0, "selective": 0.45, "full": 0.1}
 # Bytes per entry of a dense mask: as booleans, and as the numbers that attention adds to its scores.
 MASK_FLAG_BYTES, MASK_NUMBER_BYTES = 1, 4
+GRADIENT_BYTES = 4  # gradients are summed in float32
 LOGITS_BYTES = 2 * GIB  # a chunk of logits and other temporary tensors
 # Temporary memory is an estimate. A run is refused only if even this share of it would not fit.
 CERTAIN_SHARE = 0.6
@@ -114,6 +115,8 @@ def estimate_memory(
         layers = layers_of(model) if lora is None or lora.quantization is None else layers_of(model).quantised()
         itemsize, keeps = 2 if precision == "bfloat16" else 4, not policy.parallel.reshard_after_forward
         gathered = layers.gathered_bytes(itemsize, keeps_gathered=keeps, num_trained=trained)
+        if policy.parallel.reduces_once(mesh.weight_shards):  # in float32, until they are divided
+            gathered += GRADIENT_BYTES * trained * (1 - 1 / mesh.weight_shards)
     return MemoryEstimate(num, parts, per_token, head=head, context=mesh.context, gathered=gathered)
 
 
@@ -194,6 +197,7 @@ def suggest_less_memory(length: int, policy: PolicyConfig, shorter_rows_help: bo
         "policy.activation_checkpointing=full" if policy.activation_checkpointing == "selective" else "",
     ]
     of_weights = [
+        "policy.parallel.reduce_once_per_step=auto" if policy.parallel.reduce_once_per_step is True else "",
         "policy.optimizer.state_dtype=int8" if policy.optimizer.state_dtype != "int8" else "",
         offload,
         "policy.weights=bfloat16_stochastic" if policy.weights == "float32" and not policy.lora.enabled else "",
@@ -288,7 +292,6 @@ def _fixed_memory(
 
     All are sharded over ranks, except quantised weights.
     """
-    gradient = 4  # gradients are summed in float32
     states = state_bytes(policy.optimizer.state_dtype)
     # Several ranks gather one layer at a time and keep no bfloat16 copy of the model.
     copy = 2 if policy.weights == "float32" and precision == "bfloat16" and mesh.num_ranks == 1 else 0
@@ -304,7 +307,7 @@ def _fixed_memory(
     per_rank = num / mesh.weight_shards
     return FixedMemory(
         weights=(frozen / mesh.weight_shards if is_sharded else frozen) + per_rank * weight,
-        gradients=per_rank * gradient,
+        gradients=per_rank * GRADIENT_BYTES,
         states=bytes_on_device(per_rank * states, offload=policy.optimizer.offload),
         copy=per_rank * copy + merged,
         all_states=per_rank * states,

@@ -182,9 +182,10 @@ def pack_outcomes(
     if not _has_pair_scope(context.dpo):
         yield from _batch_scope_outcomes(policy, context, list(packs), batch)
         return
-    for pack in packs:
+    for pack, is_last in _with_last(packs):
         outcome = pack_outcome(policy, context, pack)
         if batch is not None:
+            policy.reduce_gradients(is_last=is_last)
             # The only reduction: divide by the number of pairs in the global batch.
             _backward(outcome.loss.pair_losses.sum() / batch.num_pairs, outcome, context.dpo, batch)
         yield outcome
@@ -212,10 +213,11 @@ def _batch_scope_outcomes(
     leaves = joined.policy.chosen, joined.policy.rejected
     slopes = torch.autograd.grad(losses.sum() / batch.num_pairs, leaves)
     by_pack = zip(*(slope[joined.own].split(counts) for slope in slopes), strict=True)
-    for pack, part, (by_chosen, by_rejected) in zip(packs, parts, by_pack, strict=True):
+    for (pack, is_last), part, (by_chosen, by_rejected) in zip(_with_last(packs), parts, by_pack, strict=True):
         completions = pack_completions(policy, context, pack)
         outcome = PackOutcome(pack, completions, pair_loss(completions, dpo, part))
         logps = outcome.loss.policy
+        policy.reduce_gradients(is_last=is_last)
         _backward((logps.chosen * by_chosen).sum() + (logps.rejected * by_rejected).sum(), outcome, dpo, batch)
         yield outcome
 
@@ -228,6 +230,16 @@ def _backward(preference_part: Tensor, outcome: PackOutcome, dpo: Dpo, batch: Gl
     """
     sft = outcome.loss.sft.sum() / len(batch.preferences)
     (dpo.preference_loss_weight * preference_part + dpo.sft_loss_weight * sft).backward()
+
+
+def _with_last(packs: Iterable[Pack]) -> Iterator[tuple[Pack, bool]]:
+    """Yield each pack, and whether it is the last one."""
+    remaining = iter(packs)
+    for pack in remaining:
+        for following in remaining:
+            yield pack, False
+            pack = following
+        yield pack, True
 
 
 def _has_pair_scope(dpo: Dpo) -> bool:

@@ -47,6 +47,9 @@ TRIED = {
     "all devices; row lengths are chosen to fit each device.",
     "gradient_accumulation_steps": "Did you mean policy.train_global_batch_size? It counts the pairs of an optimizer step, "
     "however many packs they take; accumulation follows from it.",
+    "policy.context_parallel_size": "Did you mean policy.parallel.context? It divides every pack among as many ranks, for packs "
+    "that do not fit on one GPU.",
+    "tensor_parallel_size": "Not supported; several GPUs share the weights (docs/workers.md).",
     "max_prompt_length": "Did you mean policy.max_total_sequence_length? It limits prompt and completion together; "
     "data.overlong=truncate_prompt cuts prompts to fit.",
     "warmup_ratio": "Did you mean policy.scheduler.warmup_ratio? It needs policy.scheduler.name.",

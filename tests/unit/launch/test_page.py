@@ -62,6 +62,9 @@ def test_the_kubernetes_manifest_starts_the_ranks_that_its_configuration_asks_fo
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(launcher["nnodes"]) == cluster.num_nodes
     limit = container["resources"]["limits"]["nvidia.com/gpu"]
     assert limit == int(launcher["nproc-per-node"]) == cluster.gpus_per_node
+    # torchrun ends before Kubernetes kills it.
+    variables = {one["name"]: one["value"] for one in container["env"]}
+    assert int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
     name = job["metadata"]["name"]
     assert launcher["master-addr"] == f"{name}-0.{service['metadata']['name']}"
     assert (

@@ -169,12 +169,42 @@ def test_every_value_reaches_the_ranks_as_given(launch, tmp_path, monkeypatch):
     assert {path.name for path in (folder / f"slurm-{JOB_ID}").iterdir()} == {"rank-0.log", "rank-1.log"}
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+# Ends at once if the job was requeued; otherwise it waits for SIGTERM, saves and stops.
+TASK = """#!/bin/sh
+[ "$SLURM_RESTART_COUNT" = 0 ] || exit 0
+trap 'exit 143' TERM
+touch "started-$SLURM_PROCID"
+while :; do sleep 0.02; done
+"""
+
+
+@pytest.mark.parametrize(
+    ("variable", "codes"),
+    [("SIGNAL_WHEN", [[143, 143], [0, 0]]), ("CANCEL_WHEN", [[143, 143]])],
+    ids=["preempted", "cancelled"],
+)
+def test_a_preempted_job_is_requeued_and_a_cancelled_one_is_not(launch, tmp_path, monkeypatch, variable, codes):
+    """Preemption sends SIGTERM to the ranks; scancel also to the script."""
+    monkeypatch.setenv("PATH", f"{install(tmp_path / 'bin')}:{os.environ['PATH']}")
+    monkeypatch.setenv(variable, "started-1")
+    task = tmp_path / "task"
+    task.write_text(TASK)
+    task.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(task))
+    assert launch("--submit", "--sbatch", "signal=TERM@60", *BASE, "run.name=x")[0] == 0
+    steps = [json.loads(line) for line in (tmp_path / "srun.jsonl").read_text().splitlines()]
+    assert [step["codes"] for step in steps] == codes
+
+
+SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+
+@pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed")
 @pytest.mark.parametrize("overrides", [[], HOSTILE], ids=["plain", "hostile"])
 def test_shellcheck_finds_nothing(tmp_path, overrides):
     place = tmp_path / "job.sbatch"
     place.write_text(script(*overrides, folder=tmp_path / "a b's", time="04:00:00"))
-    done = subprocess.run(["shellcheck", str(place)], capture_output=True, text=True, check=False)
+    done = subprocess.run([SHELLCHECK, str(place)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
 
 

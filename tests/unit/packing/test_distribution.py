@@ -1,6 +1,8 @@
 """Packs of a batch are assigned to ranks in rounds."""
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,6 +49,15 @@ def rounds_of(packer: Packer, chosen: np.ndarray, ranks: int, *, repack: bool = 
 
 
 # By hand
+
+
+def test_packs_of_a_round_exchange_preferences_until_their_costs_are_close():
+    """Rows of 8: a preference of 4 tokens and attention 3 for one of 2 tokens and attention 1. Attention is cost minus size."""
+    found = assigned(bins([0, 1], [2, 3]), [4, 4, 2, 2], 2, costs=[7, 7, 3, 3], lengths=(8,))
+    assert plain(found) == [(8, [[1, 2], [3, 0]])]
+    # With a pack of one preference of 8 tokens, no exchange leaves both packs within their rows.
+    found = assigned(bins([0, 1], [2]), [4, 4, 8], 2, costs=[7, 7, 8], lengths=(8,))
+    assert plain(found) == [(8, [[0, 1], [2]])]
 
 
 def test_remaining_packs_are_spread_over_all_ranks():
@@ -255,3 +266,27 @@ def test_pairs_are_those_the_rule_of_attention_allows(prompt, completions):
     allowed = causal & ((branch == 0)[None, :] | (branch[:, None] == branch[None, :]))
     cost = row_cost(np.array([prompt]), np.array(completions), np.array([len(completions)]), hidden_size=1)
     assert cost[0] == pytest.approx(len(branch) + allowed.sum() / 6)
+
+
+@pytest.fixture(scope="module")
+def simulation():
+    """benchmarks/scale.py, with the modules next to it."""
+    folder = str(Path(__file__).parents[3] / "benchmarks")
+    sys.path.insert(0, folder)
+    try:
+        import scale
+
+        return scale
+    finally:
+        sys.path.remove(folder)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("method", ["batch", "batch, auto"])
+def test_64_ranks_wait_for_each_other_for_less_than_three_percent(simulation, method, seed):
+    """Batches of 1,024 pairs with log-normal lengths. Ranks wait in every round, also those that have only filler in it."""
+    pairs = simulation.log_normal(4096, seed)
+    run = simulation.Simulation(pairs, ranks=64, pairs_per_batch=1024, pack_length=8192, hidden_size=1536)
+    found = simulation.measures(run.steps(method, 4))
+    assert found["by round"] < 0.03
+    assert found["useful"] > 0.93

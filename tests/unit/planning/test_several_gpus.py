@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from shapes import model_folder
 
+from tandem.config.keys import with_table
 from tandem.config.load import load_config
 from tandem.errors import ConfigError
 from tandem.model.distributed.layer_sizes import Layers
@@ -111,6 +112,42 @@ def test_the_page_on_scaling_and_the_plan_agree_on_a_recipe(mesh, benchmark, mod
     )
     if mesh.context == 1:  # otherwise it depends on the lengths of rows, which are not all full
         assert several.exchange_seconds == pytest.approx(num_packs * expected.exchange_seconds)
+
+
+@pytest.mark.slow
+def test_the_tables_of_the_page_are_what_the_benchmark_computes(benchmark):
+    """Otherwise: python benchmarks/scaling.py --write"""
+    page = benchmark.PAGE.read_text(encoding="utf-8")
+    for name, text in benchmark.tables(benchmark.estimates()).items():
+        assert with_table(page, name, text) == page
+
+
+# Gradients summed once per step
+
+
+def test_gradients_summed_once_per_step_need_memory_and_less_exchange(model, on_eight):
+    """Eight ranks hold all gradients in float32, instead of an eighth: 7/8 x 4 bytes per weight more."""
+    key = "policy.parallel.reduce_once_per_step=true"
+    once = planned(model, ROWS, "policy.activation_checkpointing=selective", key, options=EIGHT)
+    more = once.memory.total - on_eight.memory.total
+    assert more == pytest.approx(4 * once.num_weights * 7 / 8)
+    assert once.several.sent.gathered == on_eight.several.sent.gathered
+    num_packs = on_eight.several.sent.reduced / once.several.sent.reduced
+    assert num_packs == pytest.approx(round(num_packs)) and num_packs > 1
+    assert once.several.exchange_seconds < on_eight.several.exchange_seconds
+
+
+def test_full_replicas_sum_gradients_once_per_step_without_more_memory(model):
+    """They hold all gradients anyway: exchange and memory are those of the key, and without it there is more exchange."""
+    keys = ["policy.parallel.replicate=8", "policy.parallel.shard=1", "policy.lora.enabled=true"]
+    found = {
+        value: planned(model, ROWS, FULL, *keys, f"policy.parallel.reduce_once_per_step={value}", options=EIGHT)
+        for value in ("auto", "true", "false")
+    }
+    memory = {value: one.memory.total for value, one in found.items()}
+    assert memory["auto"] == memory["true"] == memory["false"]
+    sent = {value: one.several.sent.reduced for value, one in found.items()}
+    assert sent["auto"] == sent["true"] < sent["false"]
 
 
 # Memory

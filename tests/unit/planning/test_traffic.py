@@ -1,19 +1,25 @@
 """The bytes that ranks exchange are those that the page on scaling computes."""
 
+from contextlib import nullcontext
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
+from bfloat16_products import with_bfloat16_products
 from killing import SERVER
 from models import as_policy, random_preference, tiny_model
+from peft import LoraConfig, inject_adapter_in_model
 
-from tandem.model.distributed.layers import shard
+from tandem.model.distributed.layers import recompute, shard
 from tandem.model.distributed.mesh import MeshShape
 from tandem.model.distributed.process_group import make_ranks
 from tandem.model.distributed.shared_gpu import SharedGpuGroup
-from tandem.packing.layout import lay_out
-from tandem.planning.traffic import Layers, efficiency, traffic
+from tandem.packing.layout import Pack, lay_out
+from tandem.planning.traffic import Layers, efficiency, of_forward_pass, traffic
+from tandem.training.step import grad_norm
 
 CPU = torch.device("cpu")
 LENGTH = 128
@@ -26,13 +32,40 @@ SIZES = {
     "tie_word_embeddings": False,
 }
 PACKS = 2
-# name: (mesh, for how many packs gathered weights are kept)
-MESHES = {
-    "shards": (MeshShape(shard=4), None),
-    "kept": (MeshShape(shard=4), PACKS),
-    "replicas": (MeshShape(replicate=2, shard=2), None),
-    "context": (MeshShape(shard=2, context=2), None),
-    "context of four": (MeshShape(context=4), None),  # twice as many ranks as key heads
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mesh of four ranks, and settings that change what they exchange."""
+
+    mesh: MeshShape
+    keeps: bool = False  # policy.parallel.reshard_after_forward=false
+    once: bool = False  # policy.parallel.reduce_once_per_step
+    recomputes: bool = False
+    bfloat16: bool = False
+    adapters: bool = False
+    only_forward: bool = False
+
+
+CASES = {
+    "shards": Case(MeshShape(shard=4)),
+    "kept": Case(MeshShape(shard=4), keeps=True),
+    "replicas": Case(MeshShape(replicate=2, shard=2)),
+    "context": Case(MeshShape(shard=2, context=2)),
+    "context of four": Case(MeshShape(context=4)),  # twice as many ranks as key heads
+    "reduced once": Case(MeshShape(shard=4), once=True),
+}
+MORE_CASES = {
+    "replicas, reduced once": Case(MeshShape(replicate=2, shard=2), once=True),
+    "full replicas, reduced once": Case(MeshShape(replicate=4), once=True),
+    "bfloat16": Case(MeshShape(shard=4), bfloat16=True),
+    "bfloat16, reduced once": Case(MeshShape(shard=2, context=2), bfloat16=True, once=True),
+    "recomputation": Case(MeshShape(shard=2, context=2), recomputes=True),
+    "adapters": Case(MeshShape(replicate=2, shard=2), adapters=True),
+    "adapters, kept, reduced once": Case(MeshShape(shard=4), adapters=True, keeps=True, once=True),
+    "forward": Case(MeshShape(shard=4), only_forward=True),
+    "forward, kept": Case(MeshShape(shard=4), only_forward=True, keeps=True),
+    "forward, context and recomputation": Case(MeshShape(shard=2, context=2), only_forward=True, recomputes=True),
 }
 
 
@@ -63,46 +96,101 @@ class Counting(SharedGpuGroup):
     all_to_all_single = alltoall_base = _all_to_all
 
 
-def _rank(number, path, answers):
+@dataclass(frozen=True)
+class Counted:
+    """What a rank sent for a pack, and the sizes of its model."""
+
+    sent: dict[str, float]
+    in_layer: int
+    total: int
+    trained: int
+    norm: float  # of all gradients
+
+
+def _count(case: Case, pack: Pack) -> Counted:
+    """Run packs as a step does."""
+    model = tiny_model("llama", **SIZES)
+    if case.adapters:
+        inject_adapter_in_model(LoraConfig(r=8, init_lora_weights=False, target_modules=["q_proj", "v_proj"]), model)
+    policy = as_policy(model)
+    if case.recomputes:
+        recompute(policy, "full")
+    in_layer = sum(p.numel() for p in policy.model.model.layers[0].parameters())
+    total, trained = (sum(p.numel() for p in given) for given in (policy.parameters(), dict(policy.trained()).values()))
+    settings = {"reshard_after_forward": not case.keeps, "reduce_once": case.once}
+    shard(policy, make_ranks(CPU, case.mesh), bfloat16=case.bfloat16, **settings)
+    Counting.sent.update(gathered=0.0, reduced=0.0, exchanged=0.0)
+    inputs = policy.inputs(pack, CPU)
+    with policy.computing(), torch.set_grad_enabled(not case.only_forward):
+        for number in range(PACKS):
+            logps = policy(inputs)[: inputs.num_scored].sum()
+            if not case.only_forward:
+                policy.reduce_gradients(is_last=number == PACKS - 1)
+                logps.backward()
+    sent = {kind: amount / PACKS for kind, amount in Counting.sent.items()}
+    return Counted(sent, in_layer, total, trained, 0.0 if case.only_forward else grad_norm(policy).item())
+
+
+def _rank(number, path, cases, answers):
     torch.set_num_threads(1)
     dist.Backend.register_backend("counting", Counting, devices=["cpu"])
     dist.init_process_group("counting", store=dist.FileStore(path, 4), rank=number, world_size=4)
     pack = lay_out([0], [random_preference(np.random.default_rng(0))], length=LENGTH)
-    for name, (shape, kept_for) in MESHES.items():
-        policy = as_policy(tiny_model("llama", **SIZES))
-        layer = policy.model.model.layers[0]
-        in_layer = sum(p.numel() for p in layer.parameters())
-        total = sum(p.numel() for p in policy.parameters())
-        shard(policy, make_ranks(CPU, shape), bfloat16=False, reshard_after_forward=kept_for is None)
-        Counting.sent.update(gathered=0.0, reduced=0.0, exchanged=0.0)
-        inputs = policy.inputs(pack, CPU)
-        with policy.computing():
-            for _ in range(PACKS):
-                policy(inputs)[: inputs.num_scored].sum().backward()
-        answers.put((name, number, in_layer, total, {kind: sent / PACKS for kind, sent in Counting.sent.items()}))
+    for name, case in cases.items():
+        with with_bfloat16_products() if case.bfloat16 else nullcontext():
+            answers.put((name, _count(case, pack)))
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory):
+@pytest.fixture(scope="module", params=["usual", pytest.param("more", marks=pytest.mark.slow)])
+def counted(request, tmp_path_factory) -> dict[str, list[Counted]]:
+    """What each rank counted, by case."""
+    cases = {"usual": CASES, "more": MORE_CASES}[request.param]
     answers = SERVER.SimpleQueue()
     path = str(tmp_path_factory.mktemp("traffic") / "store")
-    processes.start_processes(_rank, (path, answers), nprocs=4, start_method=SERVER.get_start_method())
-    return [answers.get() for _ in range(4 * len(MESHES))]
+    processes.start_processes(_rank, (path, cases, answers), nprocs=4, start_method=SERVER.get_start_method())
+    found: dict[str, list[Counted]] = {name: [] for name in cases}
+    for _ in range(4 * len(cases)):
+        name, one = answers.get()
+        found[name].append(one)
+    return found
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_the_bytes_of_a_pack_are_those_of_the_calls(counted, name):
-    mesh, kept_for = MESHES[name]
-    of_ranks = [one for one in counted if one[0] == name]
-    assert len(of_ranks) == 4
-    for _, _, in_layer, total, sent in of_ranks:
-        layers = Layers(3, in_layer, total - 3 * in_layer, num_heads=4, num_key_heads=2, head_dim=8)
-        sizes = {"weight_bytes": 4, "gradient_bytes": 4, "number_bytes": 4}
-        found = traffic(layers, mesh, row_tokens=LENGTH, kept_for=kept_for, **sizes)
-        assert sent["gathered"] == pytest.approx(found.gathered)
-        assert sent["reduced"] == pytest.approx(found.reduced)
-        assert sent["exchanged"] == pytest.approx(found.exchanged)
+def computed(case: Case, one: Counted) -> dict[str, float]:
+    """What the formula gives."""
+    itemsize = 2 if case.bfloat16 else 4
+    found = traffic(
+        Layers(3, one.in_layer, one.total - 3 * one.in_layer, num_heads=4, num_key_heads=2, head_dim=8),
+        case.mesh,
+        row_tokens=LENGTH,
+        weight_bytes=itemsize,
+        gradient_bytes=4,
+        number_bytes=itemsize,
+        kept_for=PACKS if case.keeps else None,
+        summed_over=PACKS if case.once else 1,
+        recomputes=case.recomputes,
+        num_trained=one.trained,
+    )
+    if case.only_forward:
+        found = of_forward_pass(found, kept=case.keeps, recomputes=case.recomputes)
+    return {"gathered": found.gathered, "reduced": found.reduced, "exchanged": found.exchanged}
+
+
+def test_the_bytes_of_a_pack_are_those_of_the_calls(counted):
+    for name, ranks in counted.items():
+        case = (CASES | MORE_CASES)[name]
+        assert len(ranks) == 4
+        for one in ranks:
+            assert (name, one.sent) == (name, pytest.approx(computed(case, one)))
+            assert (one.sent["reduced"] == 0) == case.only_forward
+            assert (one.sent["exchanged"] == 0) == (case.mesh.context == 1)
+
+
+def test_the_gradient_does_not_depend_on_when_it_is_summed(counted):
+    """The same packs on every rank: the gradient is four times that of one rank, or twice with context."""
+    for names in (("shards", "reduced once"), ("full replicas, reduced once", "replicas, reduced once")):
+        norms = [one.norm for name in names for one in counted.get(name, [])]
+        assert norms == pytest.approx(norms[:1] * len(norms), rel=1e-5)
 
 
 def test_hidden_traffic_costs_nothing():

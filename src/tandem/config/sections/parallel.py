@@ -31,6 +31,11 @@ class Parallel(Section):
         description="free the gathered weights of a layer after its forward pass and gather them again for the backward pass; "
         "false: keep them for all packs of a step, for less communication and more memory",
     )
+    reduce_once_per_step: Literal["auto"] | bool = Field(
+        default="auto",
+        description="sum gradients over the ranks once per step instead of after every pack, for less communication; every GPU "
+        "then holds the gradients of all weights in float32; auto: if it holds them anyway (shard x context = 1)",
+    )
     timeout_seconds: Positive = Field(
         default=1800,
         description="how long ranks wait for each other before the run fails; one of them may be tokenising meanwhile",
@@ -49,6 +54,10 @@ class Parallel(Section):
                 f"multiples of {MAX_CONTEXT} tokens"
             )
         return self
+
+    def reduces_once(self, weight_shards: int) -> bool:
+        """Whether ranks sum gradients once per step. `weight_shards`: the number of ranks that divide the weights."""
+        return weight_shards == 1 if self.reduce_once_per_step == "auto" else self.reduce_once_per_step
 
 
 DEFAULT_PARALLEL = Parallel()

@@ -33,6 +33,7 @@ def shard(
     *,
     bfloat16: bool,
     reshard_after_forward: bool = True,
+    reduce_once: bool = False,
     read: Callable[[], None] | None = None,
     even_alone: bool = False,
 ) -> Policy:
@@ -40,7 +41,8 @@ def shard(
 
     `bfloat16`: compute in bfloat16 with float32 weights, and reduce gradients in float32. The policy of a single rank is not
     sharded; with `bfloat16`, it computes with bfloat16 copies of its weights.
-    `reshard_after_forward`: see policy.parallel. `read`: a function that reads the weights, if they are not loaded yet.
+    `reshard_after_forward`: see policy.parallel. `reduce_once`: sum gradients over ranks only when
+    `Policy.reduce_gradients` says so. `read`: a function that reads the weights, if they are not loaded yet.
     `even_alone`: also shard the policy of a single rank, to measure what sharding costs.
     """
     policy.block = block_size(policy, ranks.device, bfloat16=bfloat16)
@@ -65,7 +67,7 @@ def shard(
         # (validation, reference) `parameters()` would not return what the optimizer updates.
         sharded = fully_shard(module, reshard_after_forward=reshard_after_forward, **given)
         sharded.set_reshard_after_backward(reshard_after_forward)
-    policy.keeps_gathered = not reshard_after_forward
+    policy.keeps_gathered, policy.reduces_once = not reshard_after_forward, reduce_once
     if read is not None:
         read()
     for module in policy.modules():

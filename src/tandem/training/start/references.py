@@ -67,7 +67,11 @@ def load_sharded(setup: Setup, source: ModelSource, ranks: Ranks, lora: LoraPlan
     fail_point("weights.load")
     if config.activation_checkpointing != "none":
         recompute(policy, config.activation_checkpointing)
-    given: dict[str, Any] = {"reshard_after_forward": config.parallel.reshard_after_forward, "read": read}
+    given: dict[str, Any] = {
+        "reshard_after_forward": config.parallel.reshard_after_forward,
+        "reduce_once": config.parallel.reduces_once(ranks.shape.weight_shards),
+        "read": read,
+    }
     shard(policy, ranks, bfloat16=setup.precision == "bfloat16", **given)
     if read is not None:
         check_forward(policy, source, ranks.device, longest=config.max_total_sequence_length, is_sharded=True)
