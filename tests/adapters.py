@@ -20,7 +20,7 @@ def trained_adapter(base: Path, folder: Path, *, seed: int = 1, **settings: Any)
     model = get_peft_model(plain_model(base), LoraConfig(**{"task_type": "CAUSAL_LM", **TRAINED, **settings}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name:
+            if "lora_" in name or "trainable_tokens" in name:
                 parameter.copy_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return folder

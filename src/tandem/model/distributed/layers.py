@@ -22,6 +22,7 @@ from tandem.model.files.source import ModelSource
 from tandem.model.load import empty_model
 from tandem.model.lora.layers import TrainingDropout
 from tandem.model.lora.magnitudes import Magnitudes
+from tandem.model.lora.rows import trained_rows
 from tandem.model.policy import Policy
 from tandem.model.precision.rounding import ShardCasts, salt_in_policy
 from tandem.model.precision.working_copy import GradientSums, WorkingCopy
@@ -45,7 +46,7 @@ def shard(
     """
     policy.block = block_size(policy, ranks.device, bfloat16=bfloat16)
     if ranks.count == 1 and not even_alone:
-        sources = _add_magnitudes(policy, bfloat16=bfloat16)
+        sources = _prepare_adapters(policy, bfloat16=bfloat16)
         if bfloat16 and any(parameter.dtype == torch.float32 for parameter in policy.parameters()):
             policy.working_copy = WorkingCopy(policy, sources)
         _sum_gradients_in_float32(policy)
@@ -75,7 +76,7 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
     for method in ("plain_logps", "generate"):
         register_fsdp_forward_method(policy, method)
-    sources = _add_magnitudes(policy, bfloat16=bfloat16)
+    sources = _prepare_adapters(policy, bfloat16=bfloat16)
     if bfloat16:
         policy.shard_casts = ShardCasts()
         for name, parameter in policy.named_parameters():
@@ -85,8 +86,9 @@ def shard(
     return policy
 
 
-def _add_magnitudes(policy: Policy, *, bfloat16: bool) -> dict[nn.Parameter, Tensor]:
-    """Set `policy.magnitudes` if layers have any. Return the tensors that are cast to bfloat16 instead of a parameter."""
+def _prepare_adapters(policy: Policy, *, bfloat16: bool) -> dict[nn.Parameter, Tensor]:
+    """Set `policy.rows` and `policy.magnitudes`. Return the tensors that are cast to bfloat16 instead of a parameter."""
+    policy.rows = trained_rows(policy.model)
     magnitudes = Magnitudes(policy.model, bfloat16=bfloat16)
     if not magnitudes.layers:
         return {}
@@ -104,6 +106,9 @@ def freeze(policy: Policy) -> Policy:
     if policy.magnitudes is not None:
         policy.magnitudes.refresh()  # for the last time
         policy.magnitudes = None
+    if policy.rows is not None:
+        policy.rows.write()  # for the last time
+        policy.rows = None
     if policy.working_copy is not None:
         policy.working_copy.keep_copies()
         policy.working_copy = None
