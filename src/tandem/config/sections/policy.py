@@ -152,9 +152,9 @@ class Lora(Section):
         description="suffixes of the names of modules that are trained in full alongside the adapters, such as lm_head; taken "
         "from lora.adapter if that is set",
     )
-    trainable_token_indices: list[Annotated[int, Field(ge=0)] | Name] = Field(
+    trainable_token_indices: list[int | Name] = Field(
         default=[],
-        description="tokens, as ids or as in the vocabulary (such as <|im_start|>), whose embeddings are trained too; taken from "
+        description="tokens, by id or as in the vocabulary, whose embeddings are trained alongside the adapters; taken from "
         "lora.adapter if that is set",
     )
     loraplus_lr_ratio: float = Field(

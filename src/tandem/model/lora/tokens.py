@@ -95,9 +95,9 @@ def _check_embeddings(embeddings: Any, ids: tuple[int, ...], key: str, source: M
             "alone. Train them in full with policy.lora.modules_to_save."
         )
     size = embeddings.num_embeddings
-    if ids[-1] >= size:
+    if outside := [one for one in ids if not 0 <= one < size]:
         raise ConfigError(
-            f"{key}: token {ids[-1]} is not in the vocabulary of {source.name}, whose ids are 0 to {size - 1}. Leave it out."
+            f"{key}: token {outside[0]} is not in the vocabulary of {source.name}, whose ids are 0 to {size - 1}. Leave it out."
         )
     if embeddings.padding_idx in ids:
         raise ConfigError(
