@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from adapters import plain_model, trained_adapter, with_adapter
-from models import MODEL, as_policy, bfloat16_start, model_folder, plain_token_logps, random_preference
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from adapters import assert_same, by_peft, in_a_pack, plain_model, trained_adapter, with_adapter
+from models import MODEL, bfloat16_start, model_folder, plain_token_logps, random_preference
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from running import SHORT, few_pairs, killed_after, largest_difference, metrics_of, short_run, weights_of
 from safetensors.torch import load_file
 from together import run_together
@@ -19,7 +19,6 @@ from tandem.config.load import load_config
 from tandem.model.distributed.layers import freeze, shard
 from tandem.model.distributed.process_group import join_process_group
 from tandem.model.lora.adapters import load_adapted
-from tandem.packing.layout import lay_out
 from tandem.training.start.setup import set_up
 
 CPU = torch.device("cpu")
@@ -128,31 +127,11 @@ def test_packed_logps_and_gradients_equal_peft_on_each_sequence_alone(family, ti
     ids = [first, int(preferences[2].completions[0][0]), third, second]
     assert ids != sorted(set(ids))
     adapter = trained_adapter(folder, tmp_path / "adapter", trainable_token_indices=ids)
-    theirs = PeftModel.from_pretrained(plain_model(folder), adapter, is_trainable=True)
-    setup = set_up_with(f"policy.model_name={folder}", "policy.lora.enabled=true", f"policy.lora.adapter={adapter}")
-    assert setup.lora.tokens.ids == tuple(sorted(ids))
-    ours = load_adapted(setup.source, setup.config.policy, CPU, setup.lora).model
-    outer = torch.randn(1000, generator=torch.Generator().manual_seed(1))
-
-    def gradients(model, logps):
-        (logps * outer[: len(logps)]).sum().backward()
-        named = {name.removeprefix("base_model.model."): p.grad for name, p in model.named_parameters()}
-        return {name: gradient for name, gradient in named.items() if gradient is not None}
-
-    plain = torch.cat([logps for preference in preferences for logps in plain_token_logps(theirs, preference)])
-    want = gradients(theirs, plain)
-    rows = want.pop("model.embed_tokens.token_adapter.trainable_tokens_delta.default")
-    want["model.embed_tokens.trained_rows"] = rows[[ids.index(one) for one in sorted(ids)]]
-    policy = shard(as_policy(ours), join_process_group(), bfloat16=False)
-    inputs = policy.inputs(lay_out(range(3), preferences, length=256), CPU)
-    with policy.computing():
-        packed = policy(inputs)[: inputs.num_scored]
-        got = gradients(ours, packed)
-    torch.testing.assert_close(packed, plain, atol=5e-5, rtol=0)
-    assert got.keys() == want.keys()
+    found, wanted = in_a_pack(folder, adapter, preferences), by_peft(folder, adapter, preferences)
+    rows = wanted.gradients.pop("model.embed_tokens.token_adapter.trainable_tokens_delta.default")
     assert rows.abs().amax(1).min() > 0
-    for name, gradient in want.items():
-        assert (got[name] - gradient).abs().max() <= 5e-5 * gradient.abs().max() + 1e-9, name
+    wanted.gradients["model.embed_tokens.trained_rows"] = rows[[ids.index(one) for one in sorted(ids)]]
+    assert_same(found, wanted, atol=5e-5)
 
 
 def assert_same_logps(ours, theirs, setup):

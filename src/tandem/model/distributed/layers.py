@@ -106,9 +106,7 @@ def freeze(policy: Policy) -> Policy:
     if policy.magnitudes is not None:
         policy.magnitudes.refresh()  # for the last time
         policy.magnitudes = None
-    if policy.rows is not None:
-        policy.rows.write()  # for the last time
-        policy.rows = None
+    policy.rows = None  # they were written when the weights were loaded
     if policy.working_copy is not None:
         policy.working_copy.keep_copies()
         policy.working_copy = None
