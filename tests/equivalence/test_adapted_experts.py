@@ -69,6 +69,18 @@ def test_packed_logps_and_gradients_equal_peft_on_each_sequence_alone(family, wa
     assert all(gradient.any() for gradient in found.gradients.values())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["phimoe", "deepseek_v3", "glm4_moe"])
+def test_exports_of_other_families_are_the_model_in_memory(family, tmp_path):
+    folder = model_folder(tmp_path / "base", family, **{**FAMILIES[family], "initializer_range": 0.05})
+    given = [few_pairs(tmp_path, 20), f"data.validation={tmp_path}/few.jsonl", f"policy.model_name={folder}"]
+    given += [*EXPERTS, "policy.lora.target_modules=[o_proj]", "dpo.val_at_end=true", "checkpointing.enabled=false"]
+    run = short_run(tmp_path / "run", *given)
+    memory, exported = (metrics_of(run, f"{split}-default")[-1] for split in ("validation", "exported"))
+    assert exported["loss"] == pytest.approx(memory["loss"], abs=1e-6)
+    assert abs(memory["loss"] - math.log(2)) > 1e-4
+
+
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory):
     """A run that exports only adapters."""
