@@ -147,6 +147,31 @@ def test_adapters_are_in_the_text_model_and_load_on_the_complete_model(family, t
         assert (complete_model(base)(input_ids=ids).logits - want).abs().max() > 1e-3
 
 
+@slow
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "qwen2_5_vl", "mistral3"])
+def test_embeddings_of_tokens_are_trained_and_load_on_the_complete_model(family, tmp_path):
+    """gemma4 has further embeddings in every layer, which are not trained."""
+    base = multimodal_folder(tmp_path / "base", family)
+    lora = [*settings(tmp_path, base), "policy.lora.enabled=true", "policy.lora.dim=4", "run.seed=3"]
+    lora += ["policy.lora.trainable_token_indices=[1,2]", "export.dtype=float32"]
+    runs = [short_run(tmp_path / one, *lora, f"export.merge_lora={one}") for one in ("true", "false")]
+    merged, adapter = (run / "model" for run in runs)
+    assert_exported(base, merged, dtype=torch.float32)
+    adapted, start, end = (
+        PeftModel.from_pretrained(complete_model(base), adapter),
+        complete_model(base),
+        complete_model(merged),
+    )
+    (rows,) = (tensor for name, tensor in stored_adapter(adapter).items() if "trainable_tokens" in name)
+    before, after = (one.get_input_embeddings().weight for one in (start, end))
+    assert torch.equal(after[[1, 2]], rows)
+    assert (after != before).any(1).nonzero()[:, 0].tolist() == [1, 2]
+    ids = torch.tensor([[1, 5, 9, 2, 30, 1]])
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(input_ids=ids).logits, end(input_ids=ids).logits, atol=1e-4, rtol=0)
+        assert (start(input_ids=ids).logits - end(input_ids=ids).logits).abs().max() > 1e-3
+
+
 def stored_adapter(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 

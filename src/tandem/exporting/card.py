@@ -41,7 +41,7 @@ SETTINGS = (
 NOT_SHOWN = ("dpo.val_", "dpo.early_stopping_patience")
 LORA_SETTINGS = (
     *("dim", "alpha", "use_rslora", "use_dora", "dropout", "target_modules", "target_parameters", "exclude_modules"),
-    *("modules_to_save", "loraplus_lr_ratio", "quantization"),
+    *("modules_to_save", "trainable_token_indices", "loraplus_lr_ratio", "quantization"),
 )
 PACKAGES = ("torch", "transformers", "peft")
 FINGERPRINT_DIGITS = 12

@@ -13,8 +13,9 @@ from torch import Tensor
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.distributed.sharded_load import plain_name
 from tandem.model.distributed.shards import whole_on_host
-from tandem.model.lora.adapters import merge_adapter
-from tandem.model.lora.layers import adapted_weights
+from tandem.model.lora.adapters import merge_adapter, merge_rows
+from tandem.model.lora.layers import adapted_weights, is_of_adapter, is_of_rows
+from tandem.model.lora.rows import trained_rows
 from tandem.model.policy import Policy
 
 
@@ -30,8 +31,8 @@ def gather_to_disk(
     saved = policy.state_dict().keys()
     named = {name: t for name, t in [*policy.named_parameters(), *policy.named_buffers()] if name in saved}
     tensors = {name.removeprefix("model."): tensor for name, tensor in named.items()}
-    by_plain_name = {plain_name(name): name for name in sorted(tensors) if ".lora_" not in name}
-    layers = adapted_weights(policy.model)
+    by_plain_name = {plain_name(name): name for name in sorted(tensors) if not is_of_adapter(name)}
+    layers, rows = adapted_weights(policy.model), trained_rows(policy.model)
     mapped: dict[str, Tensor] = {}
     for group in _groups(published, list(by_plain_name)):
         full: dict[str, Tensor] = {}
@@ -42,6 +43,9 @@ def gather_to_disk(
                 of_layer = {one: tensor for one, tensor in tensors.items() if one.startswith(f"{name}.lora_")}
                 own = {one: whole_on_host(tensor, keeps=ranks.is_first) for one, tensor in of_layer.items()}
                 weight = merge_adapter(name, layer, weight, own) if ranks.is_first else weight
+            if rows is not None and plain == rows.name:
+                of_rows = {one: whole_on_host(t, keeps=ranks.is_first) for one, t in tensors.items() if is_of_rows(one)}
+                weight = merge_rows(policy.model, weight, of_rows) if ranks.is_first else weight
             full[plain] = round_one(plain, weight) if ranks.is_first else weight
             del weight
 

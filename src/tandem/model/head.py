@@ -100,8 +100,8 @@ class LanguageModelHead:
         """
         layer = model.get_output_embeddings()
         bias = getattr(layer, "bias", None)
-        settings = {"rule": self.rule, "chunk": self.chunk, "squares": squares}
-        return chunked_logps(hidden, layer.weight, bias, inputs.target_ids, **settings)
+        settings: dict[str, Any] = {"rule": self.rule, "chunk": self.chunk, "squares": squares}
+        return chunked_logps(hidden, layer.weight, bias, inputs.target_ids, **settings, rows=_rows_of(model, layer))
 
     def num_values(self, pack: Pack) -> NDArray[np.integer[Any]]:
         return pack.completion_lengths
@@ -123,6 +123,13 @@ class LanguageModelHead:
     def plain_bytes_per_token(self, vocabulary: int, element_size: int) -> int:
         """Return the bytes per token of three tensors together: logits in the model's dtype, logits in float32, their softmax."""
         return vocabulary * (element_size + 8)
+
+
+def _rows_of(model: Any, layer: Any) -> tuple[Tensor, Tensor] | None:
+    """Return the trained rows of the head's weight (lora/rows.py), which are those of tied embeddings, and their indices."""
+    embeddings = model.get_input_embeddings()
+    rows = getattr(embeddings, "trained_rows", None)
+    return None if rows is None or embeddings.weight is not layer.weight else (rows, embeddings.trained_ids)
 
 
 def auto_head_chunk(vocabulary: int, device: torch.device) -> int:
@@ -155,6 +162,8 @@ class _ChunkedLogps(torch.autograd.Function):
         rule: HeadRule,
         chunk: int,
         squares: bool,
+        rows: Tensor | None,
+        ids: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         logps = hidden.new_empty(len(hidden), dtype=_wide(hidden))
         normalisers = torch.empty_like(logps)
@@ -162,6 +171,7 @@ class _ChunkedLogps(torch.autograd.Function):
         # With a frozen head, a token's gradient is its incoming gradient times a vector that can be computed here already.
         ctx.frozen = ctx.needs_input_grad[0] and not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
         slopes = torch.empty_like(hidden) if ctx.frozen else None
+        of_rows = hidden.new_empty(len(hidden), len(ids)) if slopes is not None and ids is not None else None
         logits_of = _float32_head(weight, bias)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
@@ -171,12 +181,15 @@ class _ChunkedLogps(torch.autograd.Function):
                 log_squares[part] = chunk_squares
             if slopes is not None:
                 ones = torch.ones_like(logps[part])
-                slopes[part] = _grad_logits(logits, targets[part], normalisers[part], ones, rule, weight.dtype) @ weight
+                slope = _grad_logits(logits, targets[part], normalisers[part], ones, rule, weight.dtype)
+                slopes[part] = slope @ weight
+                if of_rows is not None:
+                    of_rows[part] = slope[:, ids]
         if ctx.frozen:
-            ctx.save_for_backward(slopes)
+            ctx.save_for_backward(slopes, of_rows, None if of_rows is None else hidden)
         else:
             ctx.save_for_backward(hidden, weight, bias, targets, normalisers)
-        ctx.rule, ctx.chunk = rule, chunk
+        ctx.rule, ctx.chunk, ctx.rows_dtype = rule, chunk, None if rows is None else rows.dtype
         ctx.mark_non_differentiable(log_squares)
         return logps, log_squares
 
@@ -184,8 +197,10 @@ class _ChunkedLogps(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.frozen:
-            (slopes,) = ctx.saved_tensors
-            return (slopes * grad[:, None]).to(slopes.dtype), *[None] * 6
+            slopes, of_rows, hidden = ctx.saved_tensors
+            grad_rows = None if of_rows is None else (of_rows * grad[:, None]).T @ hidden.to(grad.dtype)
+            grad_hidden = (slopes * grad[:, None]).to(slopes.dtype)
+            return grad_hidden, *[None] * 6, None if grad_rows is None else grad_rows.to(ctx.rows_dtype), None
         hidden, weight, bias, targets, normalisers = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         # Sums over chunks are float32: in bfloat16, small terms of later chunks would be lost.
@@ -201,7 +216,7 @@ class _ChunkedLogps(torch.autograd.Function):
                 _add_product(grad_weight, grad_logits.T, hidden[part])
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
-        return grad_hidden, _like(grad_weight, weight), _like(grad_bias, bias), None, None, None, None
+        return grad_hidden, _like(grad_weight, weight), _like(grad_bias, bias), *[None] * 6
 
 
 def _target_logps(
@@ -290,12 +305,15 @@ def chunked_logps(
     rule: HeadRule | None = None,
     chunk: int,
     squares: bool = False,
+    rows: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Return the float32 log-probability of each target, [tokens], for hidden states [tokens, hidden] and targets [tokens].
 
     `squares`: return [2, tokens] instead. The second row is log sum_v p(v)^2, without gradient.
+    `rows`: a parameter that gets the gradient of some rows of a frozen weight, which equal it, and the indices of these rows.
     """
-    logps, log_squares = _ChunkedLogps.apply(hidden, weight, bias, targets, rule or HeadRule(), chunk, squares)  # type: ignore[misc]
+    given = (hidden, weight, bias, targets, rule or HeadRule(), chunk, squares, *(rows or (None, None)))
+    logps, log_squares = _ChunkedLogps.apply(*given)  # type: ignore[misc]
     return torch.stack([logps, log_squares]) if squares else logps
 
 

@@ -16,6 +16,7 @@ from tandem.model.attention.pack_attention import AttentionKind, PackMask, make_
 from tandem.model.distributed.context import Context, gather_values
 from tandem.model.head import Head
 from tandem.model.lora.magnitudes import Magnitudes
+from tandem.model.lora.rows import TrainedRows
 from tandem.model.precision.rounding import ShardCasts
 from tandem.model.precision.working_copy import GradientSums, WorkingCopy
 from tandem.model.recurrent.layers import RecurrentLayers, replace_functions
@@ -73,6 +74,7 @@ class Policy(nn.Module):
             replace_functions(model)  # so that kernels are checked before they are used
         self.block = BLOCK  # block size of FlexAttention
         self.magnitudes: Magnitudes | None = None  # row lengths of DoRA layers
+        self.rows: TrainedRows | None = None  # rows of the embeddings that are trained alongside adapters
         self.working_copy: WorkingCopy | None = None  # bfloat16 copies that are used instead of the weights
         self.gradient_sums: GradientSums | None = None  # float32 gradients of bfloat16 weights
         self.shard_casts: ShardCasts | None = None  # bfloat16 copies of this rank's shards of the weights
@@ -93,8 +95,8 @@ class Policy(nn.Module):
         when the context ends.
         """
         with ExitStack() as stack:
-            # Magnitudes first: they are computed from the weights, not from copies.
-            for one in (self.magnitudes, self.working_copy, self.gradient_sums, self.shard_casts):
+            # Magnitudes and rows first: they are computed from the weights, and written to them, not to copies.
+            for one in (self.magnitudes, self.rows, self.working_copy, self.gradient_sums, self.shard_casts):
                 if one is not None:
                     stack.enter_context(one.held())
             yield
@@ -157,7 +159,8 @@ class Policy(nn.Module):
 
         The padding must not receive a gradient. `squares`: see `LanguageModelHead.compute`.
         """
-        if any(one is not None and not one.is_held for one in (self.magnitudes, self.working_copy, self.gradient_sums)):
+        needed = (self.magnitudes, self.rows, self.working_copy, self.gradient_sums)
+        if any(one is not None and not one.is_held for one in needed):
             if torch.is_grad_enabled():
                 raise RuntimeError("forward and backward must both run inside the same `computing` context.")
             with self.computing():

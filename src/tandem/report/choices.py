@@ -182,6 +182,7 @@ def _adapters(lora: LoraPlan) -> str:
         + (f" and {len(lora.experts)} tensors of experts" if lora.experts else "")
         + f" ({listed([*lora.names, *lora.expert_names])}); "
         + (f"trained in full: {listed(lora.saved.modules)}; " if lora.saved.modules else "")
+        + (f"embeddings of {len(lora.tokens.ids)} tokens; " if lora.tokens.ids else "")
         + f"{lora.num_trained:,} parameters trained, {lora.num_frozen:,} frozen"
         + (f"; starting from {lora.start.folder}" if lora.start else "")
     )

@@ -106,6 +106,9 @@ def estimate_memory(
     per_token = _bytes_per_token(source.config.get_text_config(), policy, precision)
     if lora is not None:  # DoRA keeps the output of each layer, before its rows are scaled
         per_token += KEPT_SHARE[policy.activation_checkpointing] * lora.num_magnitudes * _itemsize(precision)
+        if lora.tokens.is_tied:  # the head keeps its input, and the slopes of the logits of these tokens
+            width = source.config.get_text_config().hidden_size
+            per_token += (width + len(lora.tokens.ids)) * _itemsize(precision)
     per_token = (per_token + _recurrent_bytes_per_token(source.config, policy, precision, device)) / mesh.context
     head = LOGITS_BYTES if device.type == "cuda" else 0  # chunks of logits are small on a CPU
     parts = _fixed_memory(num, policy, lora, precision, mesh)

@@ -96,6 +96,7 @@ def test_a_file_is_translated_key_by_key():
         "use_dora": False,
         "target_parameters": [],
         "modules_to_save": [],
+        "trainable_token_indices": [],
         "loraplus_lr_ratio": 1.0,
     }
     (train,) = config.data.training_sets
@@ -209,6 +210,16 @@ def test_a_number_of_steps_takes_enough_epochs_as_with_trl():
         ({"saves_per_epoch": None, "save_strategy": "no"}, "save_strategy", {"checkpointing.enabled": False}),
         ({"load_in_4bit": False, "load_in_8bit": True}, "load_in_8bit", {"policy.lora.quantization": "int8"}),
         ({"lora_modules_to_save": ["lm_head"]}, "lora_modules_to_save", {"policy.lora.modules_to_save": ["lm_head"]}),
+        (
+            {"peft_trainable_token_indices": [5, 7]},
+            "peft_trainable_token_indices",
+            {"policy.lora.trainable_token_indices": [5, 7]},
+        ),
+        (
+            {"peft_trainable_token_indices": {"embed_tokens": [5, 7]}},
+            "peft_trainable_token_indices.embed_tokens",
+            {"policy.lora.trainable_token_indices": [5, 7]},
+        ),
         ({"peft_use_rslora": True}, "peft_use_rslora", {"policy.lora.use_rslora": True}),
         (
             {
@@ -292,8 +303,9 @@ def test_a_key_without_effect_has_its_reason(changes, key, reason):
         ({"rl": None}, "rl = null: Without it, Axolotl trains on single texts. Add rl: dpo, and sets of pairs."),
         ({"learning_rate": None}, "learning_rate = null: Axolotl has no default. Set it."),
         (
-            {"peft_trainable_token_indices": [5]},
-            "peft_trainable_token_indices = [5]: tandem trains no single rows of embeddings. Name them in lora_modules_to_save.",
+            {"peft_trainable_token_indices": {"embed_tokens": [5], "lm_head": [5]}},
+            "peft_trainable_token_indices.lm_head = [5]: tandem trains rows of the embeddings, and of a head tied to them. Give "
+            "a list of ids.",
         ),
         (
             {"lora_rank_pattern": {"q_proj": 8}},

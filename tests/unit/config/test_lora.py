@@ -28,6 +28,7 @@ def refusal(*overrides):
         ("use_dora=true", "use_dora = true"),
         ("target_parameters=[down_proj]", 'target_parameters = ["down_proj"]'),
         ("modules_to_save=[lm_head]", 'modules_to_save = ["lm_head"]'),
+        ("trainable_token_indices=[5]", "trainable_token_indices = [5]"),
         ("loraplus_lr_ratio=16", "loraplus_lr_ratio = 16.0"),
         ("adapter=somewhere", 'adapter = "somewhere"'),
         ("quantization=nf4", 'quantization = "nf4"'),

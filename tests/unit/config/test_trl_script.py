@@ -105,6 +105,14 @@ def test_quantised_models(load):
     assert (lora.quantization, lora.dim, lora.alpha, lora.use_rslora) == ("nf4", 8, 8, True)
 
 
+@pytest.mark.parametrize("given", ["[5, 7]", "{'embed_tokens': [5, 7]}"])
+def test_tokens_whose_embeddings_are_trained(load, given):
+    loaded = load(
+        f"DPOTrainer('org/model', peft_config=LoraConfig(trainable_token_indices={given}), train_dataset=load_dataset('a/b'))\n"
+    )
+    assert loaded.config.policy.lora.trainable_token_indices == [5, 7]
+
+
 def test_the_script_of_the_readme(load):
     text = Path(__file__).parents[3].joinpath("README.md").read_text().split("## Coming from TRL")[1]
     script, ours = text.split("```python\n")[1].split("```")[0], text.split("```yaml\n")[1].split("```")[0]

@@ -285,8 +285,14 @@ def test_an_adapter_made_for_a_different_model_is_refused(adapter):
             "it again with peft.",
         ),
         (
+            {"trainable_token_indices": [5, 5]},
+            "trainable_token_indices in its adapter_config.json is not one list of different ids. Merge the adapter with peft, "
+            "and start from the result.",
+        ),
+        (
             {"trainable_token_indices": [5]},
-            "trainable_token_indices = [5]: only plain LoRA and DoRA adapters are supported.",
+            "holds no model.embed_tokens.token_adapter.trainable_tokens_delta, which its trainable_token_indices need. Download "
+            "it again.",
         ),
         (
             {"use_qalora": True},

@@ -152,6 +152,11 @@ class Lora(Section):
         description="suffixes of the names of modules that are trained in full alongside the adapters, such as lm_head; taken "
         "from lora.adapter if that is set",
     )
+    trainable_token_indices: list[int | Name] = Field(
+        default=[],
+        description="tokens, by id or as in the vocabulary, whose embeddings are trained alongside the adapters; taken from "
+        "lora.adapter if that is set",
+    )
     loraplus_lr_ratio: float = Field(
         default=1.0,
         gt=0,

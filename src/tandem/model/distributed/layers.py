@@ -22,6 +22,7 @@ from tandem.model.files.source import ModelSource
 from tandem.model.load import empty_model
 from tandem.model.lora.layers import TrainingDropout
 from tandem.model.lora.magnitudes import Magnitudes
+from tandem.model.lora.rows import trained_rows
 from tandem.model.policy import Policy
 from tandem.model.precision.rounding import ShardCasts, salt_in_policy
 from tandem.model.precision.working_copy import GradientSums, WorkingCopy
@@ -47,7 +48,7 @@ def shard(
     """
     policy.block = block_size(policy, ranks.device, bfloat16=bfloat16)
     if ranks.count == 1 and not even_alone:
-        sources = _add_magnitudes(policy, bfloat16=bfloat16)
+        sources = _prepare_adapters(policy, bfloat16=bfloat16)
         if bfloat16 and any(parameter.dtype == torch.float32 for parameter in policy.parameters()):
             policy.working_copy = WorkingCopy(policy, sources)
         _sum_gradients_in_float32(policy)
@@ -77,7 +78,7 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
     for method in ("plain_logps", "generate"):
         register_fsdp_forward_method(policy, method)
-    sources = _add_magnitudes(policy, bfloat16=bfloat16)
+    sources = _prepare_adapters(policy, bfloat16=bfloat16)
     if bfloat16:
         policy.shard_casts = ShardCasts()
         for name, parameter in policy.named_parameters():
@@ -87,8 +88,9 @@ def shard(
     return policy
 
 
-def _add_magnitudes(policy: Policy, *, bfloat16: bool) -> dict[nn.Parameter, Tensor]:
-    """Set `policy.magnitudes` if layers have any. Return the tensors that are cast to bfloat16 instead of a parameter."""
+def _prepare_adapters(policy: Policy, *, bfloat16: bool) -> dict[nn.Parameter, Tensor]:
+    """Set `policy.rows` and `policy.magnitudes`. Return the tensors that are cast to bfloat16 instead of a parameter."""
+    policy.rows = trained_rows(policy.model)
     magnitudes = Magnitudes(policy.model, bfloat16=bfloat16)
     if not magnitudes.layers:
         return {}
@@ -106,6 +108,7 @@ def freeze(policy: Policy) -> Policy:
     if policy.magnitudes is not None:
         policy.magnitudes.refresh()  # for the last time
         policy.magnitudes = None
+    policy.rows = None  # they were written when the weights were loaded
     if policy.working_copy is not None:
         policy.working_copy.keep_copies()
         policy.working_copy = None

@@ -11,8 +11,18 @@ from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.model.distributed.sharded_load import UnloadedModel, plain_name, read_shards
 from tandem.model.files.source import ModelSource
 from tandem.model.load import load_policy
-from tandem.model.lora.layers import ADAPTER, MAGNITUDES, LoraPlan, adapted_weights, inject, name_in_files
+from tandem.model.lora.layers import (
+    ADAPTER,
+    MAGNITUDES,
+    LoraPlan,
+    adapted_weights,
+    inject,
+    is_of_adapter,
+    is_of_rows,
+    name_in_files,
+)
 from tandem.model.lora.magnitudes import begin, merged_weight
+from tandem.model.lora.rows import IDS, trained_rows
 from tandem.model.policy import Policy
 
 
@@ -23,8 +33,7 @@ def load_adapted(source: ModelSource, policy: PolicyConfig, device: torch.device
     """
     loaded = load_policy(source, policy, device, dtype=plan.dtype, quantization=plan.quantization_config())
     _add(loaded.model, plan, source)
-    if plan.start is None:
-        begin(loaded.model)
+    _begin(loaded.model, plan)
     return loaded
 
 
@@ -42,8 +51,17 @@ def adapt_unloaded(model: Any, plan: LoraPlan, source: ModelSource) -> None:
 def read_weights(source: ModelSource, unloaded: UnloadedModel, device: torch.device, plan: LoraPlan | None) -> None:
     """Fill a sharded model, with or without adapters, with this rank's rows of the weights in its files."""
     read_shards(source, unloaded, device)
-    if plan is not None and plan.start is None:
-        begin(unloaded.model)
+    if plan is not None:
+        _begin(unloaded.model, plan)
+
+
+def _begin(model: Any, plan: LoraPlan) -> None:
+    """Set what new adapters take from the weights. Write trained rows of an adapter to start from into the weights."""
+    rows = trained_rows(model)
+    if plan.start is None:
+        begin(model)
+    if rows is not None:
+        rows.read() if plan.start is None else rows.write()
 
 
 def _add(model: Any, plan: LoraPlan, source: ModelSource) -> None:
@@ -91,7 +109,9 @@ def merge_adapters(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
     `tensors`: the weights of the adapted model, including those of the adapters.
     """
-    plain = {plain_name(name): tensor for name, tensor in tensors.items() if ".lora_" not in name}
+    plain = {plain_name(name): tensor for name, tensor in tensors.items() if not is_of_adapter(name)}
+    if (rows := trained_rows(model)) is not None:
+        plain[rows.name] = merge_rows(model, plain[rows.name], tensors)
     for weight, (name, layer) in adapted_weights(model).items():
         plain[weight] = merge_adapter(name, layer, plain[weight], tensors)
     return plain
@@ -108,6 +128,13 @@ def merge_adapter(name: str, layer: Any, weight: Tensor, tensors: dict[str, Tens
 
         return merged_experts(layer, weight, down=down, up=up, scale=scale)
     return weight.float() + scale * (up @ down)
+
+
+def merge_rows(model: Any, weight: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+    """Return the weight of the embeddings with trained rows, which are in `tensors`, in float32."""
+    (rows,) = (tensor for name, tensor in tensors.items() if is_of_rows(name))
+    ids = getattr(model.get_input_embeddings(), IDS)
+    return weight.float().index_copy(0, ids.to(weight.device), rows.float())
 
 
 def dequantise(model: Any) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 WEIGHT = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?:(?P<side>[AB])\.weight|magnitude_vector)")
 MAGNITUDE = "magnitude"
+ROWS_SUFFIX = ".token_adapter.trainable_tokens_delta"  # rows of embeddings
 
 # Keys of adapter_config.json that describe how an adapter was made or where it belongs, not what it computes.
 DESCRIPTIVE_KEYS = {
@@ -27,7 +28,9 @@ DESCRIPTIVE_KEYS = {
     "loftq_config", "lora_dropout", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision",
     "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
-READ_KEYS = {"r", "lora_alpha", "use_rslora", "use_dora", "modules_to_save", "target_parameters"}
+READ_KEYS = {
+    "r", "lora_alpha", "use_rslora", "use_dora", "modules_to_save", "target_parameters", "trainable_token_indices"
+}  # fmt: skip
 # Initialisations that leave the base weights unchanged; others (PiSSA, OLoRA) subtract the initial adapter from them.
 PLAIN_INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
 UNSET = (None, False, "none", [], {})
@@ -48,12 +51,25 @@ class TrainedAdapter:
     modules_to_save: tuple[str, ...]  # ends of the names of modules that were trained in full
     target_parameters: tuple[str, ...]  # ends of the names of adapted tensors of experts
     saved: dict[str, tuple[int, ...]]  # the weights of these modules -> their shapes
+    ids_of_rows: tuple[int, ...] = ()  # tokens whose embeddings were trained, in the order of the rows in the file
+    token_layers: tuple[str, ...] = ()  # the layers that have these rows, if the configuration names any
+    token_rows: dict[str, tuple[int, ...]] = field(default_factory=dict)  # names in the file -> shapes
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens whose embeddings were trained, in ascending order."""
+        return tuple(sorted(self.ids_of_rows))
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the adapter's tensors by their names in the model, such as model.layers.0.self_attn.q_proj.lora_A.weight."""
+        """Return the adapter's tensors by their names in the model, such as model.layers.0.self_attn.q_proj.lora_A.weight.
+
+        Rows of embeddings are in the order of `token_ids`.
+        """
         from safetensors.torch import load_file
 
-        return {key.removeprefix(PREFIX): tensor for key, tensor in load_file(self.folder / WEIGHTS_FILE).items()}
+        order = [self.ids_of_rows.index(one) for one in self.token_ids]
+        tensors = {key.removeprefix(PREFIX): tensor for key, tensor in load_file(self.folder / WEIGHTS_FILE).items()}
+        return {name: tensor[order] if name in self.token_rows else tensor for name, tensor in tensors.items()}
 
     def equal(self, first: str, second: str) -> bool:
         """Return whether two of the adapter's tensors are equal."""
@@ -65,7 +81,8 @@ class TrainedAdapter:
 
     def content(self) -> list[Any]:
         """Return everything that determines what the adapter computes, to be hashed."""
-        return [content_of(self.folder / WEIGHTS_FILE), self.dim, self.alpha, self.rslora]
+        ids = [self.ids_of_rows] if self.ids_of_rows else []
+        return [content_of(self.folder / WEIGHTS_FILE), self.dim, self.alpha, self.rslora, *ids]
 
 
 def read_adapter(name: str) -> TrainedAdapter:
@@ -94,7 +111,8 @@ def read_adapter(name: str) -> TrainedAdapter:
         )
     to_save, parameters = (_names_in(key, described, one) for one in ("modules_to_save", "target_parameters"))
     dora = bool(described.get("use_dora"))
-    shapes, saved = _read_shapes(key, folder / WEIGHTS_FILE, has_saved=bool(to_save))
+    ids, layers = _tokens_in(key, described.get("trainable_token_indices"))
+    shapes, saved, rows = _read_shapes(key, folder / WEIGHTS_FILE, has_saved=bool(to_save), has_rows=bool(ids))
     _check_complete(key, shapes, dora=dora)
     return TrainedAdapter(
         name=name,
@@ -107,6 +125,9 @@ def read_adapter(name: str) -> TrainedAdapter:
         modules_to_save=to_save,
         target_parameters=tuple(sorted(parameters)),  # peft stores a set
         saved=saved,
+        ids_of_rows=ids,
+        token_layers=layers,
+        token_rows=rows,
     )
 
 
@@ -126,6 +147,27 @@ def _names_in(key: str, described: dict[str, Any], name: str) -> tuple[str, ...]
     return tuple(names)
 
 
+def _tokens_in(key: str, given: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the ids in trainable_token_indices of an adapter, and the layers for which it lists them.
+
+    It is a list of ids, of the model's embeddings, or a dict of such lists by layer.
+    """
+    lists = list(given.values()) if isinstance(given, dict) else [given or []]
+    ids = lists[0] if lists else []
+    is_valid = isinstance(ids, list) and all(type(one) is int and one >= 0 for one in ids) and len(set(ids)) == len(ids)
+    if not is_valid or any(one != ids for one in lists):
+        raise ConfigError(
+            f"{key}: trainable_token_indices in its {CONFIG_FILE} is not one list of different ids. Merge the adapter with peft, "
+            "and start from the result."
+        )
+    return tuple(ids), tuple(given) if isinstance(given, dict) else ()
+
+
+def name_of_rows(embeddings: str) -> str:
+    """Return the name, in an adapter's files, of trained rows of embeddings."""
+    return f"{embeddings}{ROWS_SUFFIX}"
+
+
 def _check_plain(key: str, described: dict[str, Any]) -> None:
     if described.get("peft_type") != "LORA":
         raise ConfigError(f"{key}: its peft_type is {described.get('peft_type')}. Only LORA adapters are supported.")
@@ -141,22 +183,25 @@ def _check_plain(key: str, described: dict[str, Any]) -> None:
 
 
 def _read_shapes(
-    key: str, path: Path, *, has_saved: bool
-) -> tuple[dict[str, dict[str, tuple[int, ...]]], dict[str, tuple[int, ...]]]:
-    """Return the shapes of the adapters' weights by module, and those of weights that were trained in full.
+    key: str, path: Path, *, has_saved: bool, has_rows: bool
+) -> tuple[dict[str, dict[str, tuple[int, ...]]], dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Return the shapes of the adapters' weights by module, of weights that were trained in full, and of rows of embeddings.
 
-    `has_saved`: whether the adapter may hold such weights.
+    `has_saved`, `has_rows`: whether the adapter may hold the second and the third kind.
     """
     from safetensors import SafetensorError, safe_open
 
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     saved: dict[str, tuple[int, ...]] = {}
+    rows: dict[str, tuple[int, ...]] = {}
     try:
         with safe_open(path, "pt") as file:
             for name in sorted(file.keys()):
                 shape = tuple(file.get_slice(name).get_shape())
                 if found := WEIGHT.fullmatch(name):
                     shapes.setdefault(found["module"], {})[found["side"] or MAGNITUDE] = shape
+                elif has_rows and name.startswith(PREFIX) and name.endswith(ROWS_SUFFIX):
+                    rows[name.removeprefix(PREFIX)] = shape
                 elif has_saved and name.startswith(PREFIX) and ".lora_" not in name:
                     saved[name.removeprefix(PREFIX)] = shape
                 else:
@@ -165,7 +210,7 @@ def _read_shapes(
                     )
     except SafetensorError as error:
         raise ConfigError(f"{key}: its weights are not readable as safetensors ({error}). Is it complete?") from None
-    return shapes, saved
+    return shapes, saved, rows
 
 
 def _check_complete(key: str, shapes: dict[str, dict[str, tuple[int, ...]]], *, dora: bool) -> None:

@@ -16,9 +16,11 @@ from tandem.model.architecture import is_multimodal
 from tandem.model.distributed.sharded_load import plain_name
 from tandem.model.files.source import ModelSource, weights_fingerprint, weights_of
 from tandem.model.load import empty_model
-from tandem.model.lora.files import TrainedAdapter, read_adapter
+from tandem.model.lora.files import TrainedAdapter, name_of_rows, read_adapter
+from tandem.model.lora.rows import ROWS, add_rows, is_of_rows
 from tandem.model.lora.saved import SavedModules, select_saved
 from tandem.model.lora.targets import adapter_targets, selected_experts, selected_targets, short_names
+from tandem.model.lora.tokens import TrainedTokens, select_tokens
 from tandem.storage.cache import fingerprint
 from tandem.terminal.commands import install_command
 
@@ -45,6 +47,7 @@ class LoraPlan:
     experts: tuple[str, ...]  # full names of adapted tensors of experts
     expert_names: tuple[str, ...]  # policy.lora.target_parameters
     saved: SavedModules  # trained in full
+    tokens: TrainedTokens  # whose embeddings are trained
     start: TrainedAdapter | None  # policy.lora.adapter
     dtype: torch.dtype  # of the frozen weights
     precision: str  # dtype of computation
@@ -69,10 +72,11 @@ class LoraPlan:
             use_rslora=self.rslora,
             target_modules=list(self.names),
             target_parameters=list(self.expert_names) or None,
-            # Only in files. In memory, DoraLinear adds magnitudes, and modules are trained without peft's wrapper, which keeps a
-            # copy of them.
+            # Only in files. In memory, DoraLinear adds magnitudes, and modules and rows of embeddings are trained without peft's
+            # wrappers, which copy them.
             use_dora=self.dora and base is not None,
             modules_to_save=list(self.saved.peft_names) or None if base is not None else None,
+            trainable_token_indices=list(self.tokens.ids) or None if base is not None else None,
         )
 
     def quantization_config(self) -> Any:
@@ -102,10 +106,12 @@ class TrainingDropout(nn.Module):
         return F.dropout(values, self.p, training=torch.is_grad_enabled())
 
 
-def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: str) -> LoraPlan | None:
+def plan_lora(
+    source: ModelSource, lora: Lora, device: torch.device, precision: str, token_ids: tuple[int, ...] = ()
+) -> LoraPlan | None:
     """Return the LoraPlan of a configuration, or None if LoRA is disabled. Raise an error for settings that do not work.
 
-    Called before any weights load.
+    Called before any weights load. `token_ids`: the ids of policy.lora.trainable_token_indices (`ids_of_tokens`).
     """
     if not lora.enabled:
         return None
@@ -147,6 +153,7 @@ def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: 
         experts=tuple(experts),
         expert_names=tuple(lora.target_parameters) if start is None else start.target_parameters,
         saved=saved,
+        tokens=select_tokens(model, source, token_ids, start, saved),
         start=start,
         dtype=dtype,
         precision=precision,
@@ -222,7 +229,14 @@ def adapted_weights(model: Any) -> dict[str, tuple[str, Any]]:
 
 def name_in_files(name: str) -> str:
     """Return the name in peft's files of an adapter's parameter. `name`: its name in the model."""
+    if is_of_rows(name):
+        return name_of_rows(name.removesuffix(f".{ROWS}"))
     return name.removesuffix(f".{ADAPTER}.weight") + ("" if MAGNITUDES in name else ".weight")
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a parameter, given by its name in the model, belongs to adapters: the plain model does not have it."""
+    return ".lora_" in name or is_of_rows(name)
 
 
 def is_lora_b(name: str) -> bool:
@@ -255,6 +269,8 @@ def inject(model: Any, plan: LoraPlan, source: ModelSource) -> None:
             f"policy.lora: peft interprets {names} as parts of the experts of {source.name}, which are not linear layers. Leave "
             f"them out: policy.lora.exclude_modules=[{names}]."
         )
+    if plan.tokens.ids:
+        add_rows(model, plan.tokens.ids)
     for _, layer in lora_layers(model):
         if plan.dropout > 0:
             layer.lora_dropout[ADAPTER] = TrainingDropout(plan.dropout)

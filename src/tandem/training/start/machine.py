@@ -12,6 +12,7 @@ from tandem.model.distributed.mesh import SINGLE_RANK_MESH, MeshShape
 from tandem.model.files.source import ModelSource
 from tandem.model.load import check_varlen
 from tandem.model.lora.layers import LoraPlan, plan_lora
+from tandem.model.lora.tokens import ids_of_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def check_machine(
     _check_weights(config, precision)
     _check_offload(config, device)
     _check_routers(config, source, mesh.context)
-    lora = plan_lora(source, config.policy.lora, device, precision)
+    lora = plan_lora(source, config.policy.lora, device, precision, ids_of_tokens(config.policy, source))
     compiles = _compiles(config, device, precision, source)
     return Machine(device, precision=precision, lora=lora, compiles=compiles, mesh=mesh, ranks_here=ranks_here)
 
