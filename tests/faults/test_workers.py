@@ -2,10 +2,11 @@
 
 import signal
 import sys
+import time
 
 import pytest
 from listening import listening
-from running import SHORT
+from running import SHORT, largest_difference, metrics_of, weights_of
 from several import ends, lost, named, start, wait_for
 from together import run_forked, run_tandem
 
@@ -50,18 +51,25 @@ def test_a_signal_to_one_rank_stops_all_after_saving_and_a_lost_rank_ends_the_ot
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_named_after_the_timeout_and_a_lost_rendezvous_ends_the_others(tmp_path):
+def test_after_a_rank_hung_and_after_a_lost_rendezvous_the_run_resumes_to_the_same_end(tmp_path):
     waiting = [*TANDEM, *LONG, "policy.parallel.timeout_seconds=10"]
     ranks = start(2, waiting, tmp_path)
     wait_for(tmp_path / "run/checkpoints/step_2", ranks)
     ranks[1].send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
     assert ends(ranks[:1]) == [(lost(f"{named(1, ranks)} no longer answers"), 1)]
+    assert time.monotonic() - stopped < 30, "the timeout is 10 seconds, and finding out which rank hangs takes 5"
     ranks[1].kill()
 
     ranks = start(2, waiting, tmp_path)
     wait_for(tmp_path / "run/checkpoints/step_4", ranks)
     ranks[0].kill()
-    assert ends(ranks[1:]) == [(lost("rank 0, or the launcher that ranks find each other through, ended"), 1)]
+    assert ends(ranks[1:]) == [(lost(f"{named(0, ranks)} ended"), 1)]
+
+    assert [code for _, code in ends(start(2, waiting, tmp_path))] == [0, 0]
+    assert [code for _, code in ends(start(2, [*waiting, "run.dir=undisturbed"], tmp_path))] == [0, 0]
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "undisturbed")
+    assert largest_difference(weights_of(tmp_path / "run"), weights_of(tmp_path / "undisturbed")) == 0
 
 
 # What differs between ranks is made to: the rest is the command itself.
