@@ -9,7 +9,6 @@ import errno
 import os
 import signal
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from tandem.errors import ConfigError
 
@@ -49,7 +48,7 @@ POINTS = {
     "step.done": "a step's update is applied, but not written to metrics.jsonl",
     "validation.pack": "during a validation",
 }
-Action = Literal["kill", "disk_full", "hang"]
+ACTIONS = ("kill", "disk_full", "hang")
 
 
 @dataclass(slots=True)
@@ -58,7 +57,7 @@ class _RequestedFailure:
 
     point: str
     count: int
-    action: Action
+    action: str  # one of ACTIONS
 
 
 def _parse(text: str) -> _RequestedFailure | None:
@@ -67,7 +66,7 @@ def _parse(text: str) -> _RequestedFailure | None:
     place, _, action = text.partition("=")
     point, _, count = place.partition(":")
     action = action or "kill"
-    if point not in POINTS or action not in get_args(Action) or not (count or "1").isdigit():
+    if point not in POINTS or action not in ACTIONS or not (count or "1").isdigit():
         raise ConfigError(
             f"{VARIABLE}={text}: not a fail point. Write POINT, POINT:COUNT, POINT:COUNT=disk_full or POINT:COUNT=hang; "
             "`tandem fail-points` lists the points."
