@@ -105,6 +105,33 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "model" / "model.safetensors")
 
 
+def assert_trained_alike(several: Path, one: Path) -> None:
+    """Assert that the metrics and weights of two runs are equal up to the order of float32 sums."""
+    for split in ("train", "validation-default"):
+        these, those = metrics_of(several, split), metrics_of(one, split)
+        assert [line["step"] for line in these] == [line["step"] for line in those]
+        for this, that in zip(these, those, strict=True):
+            assert this.keys() == that.keys()
+            assert this["num_pairs"] == that["num_pairs"]
+            assert this.get("num_tokens") == that.get("num_tokens")
+            assert this["loss"] == pytest.approx(that["loss"], rel=1e-5)
+            assert this["rewards_margin_mean"] == pytest.approx(that["rewards_margin_mean"], rel=1e-4, abs=1e-6)
+            assert this.get("grad_norm", 0) == pytest.approx(that.get("grad_norm", 0), rel=1e-3)
+    assert largest_difference(weights_of(several), weights_of(one)) < 5e-6
+
+
+def difference_to_movement(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], start: Path) -> float:
+    """How far two runs' weights are apart, divided by how far `b` moved from its start: |a - b| / |b - start|.
+
+    Unlike the largest difference, it is about 1 for a run that learned something else, whatever the learning rate.
+    """
+    before = load_file(start / "model.safetensors")
+    assert a.keys() == b.keys() <= before.keys()
+    apart = sum((a[name].double() - b[name].double()).square().sum().item() for name in b)
+    moved = sum((b[name].double() - before[name].double()).square().sum().item() for name in b)
+    return (apart / moved) ** 0.5
+
+
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     assert a.keys() == b.keys()
     return max((a[name].float() - b[name].float()).abs().max().item() for name in a)
