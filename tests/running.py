@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from models import MODEL, ON_A_GPU
@@ -55,6 +56,18 @@ def few_pairs(folder: Path, num: int = 40) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "few.jsonl").write_text("".join(lines[:num]), encoding="utf-8")
     return f"data.train.data_path={folder}/few.jsonl"
+
+
+def long_preferences(path: Path, num_words: int, num: int = 2) -> None:
+    """Write preferences whose prompts have so many words. With the embedded tokenizer, 1,000 words are about 1,500 tokens."""
+    rng = np.random.default_rng(0)
+    words = ["the", "sky", "looks", "blue", "because", "air", "scatters", "short", "waves", "of", "sunlight", "again"]
+
+    def text(count: int) -> str:
+        return " ".join(rng.choice(words, count))
+
+    rows = [{"prompt": text(num_words), "chosen": text(60), "rejected": text(60)} for _ in range(num)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def saving_settings(folder: Path) -> list[str]:

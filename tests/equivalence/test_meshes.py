@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from models import model_folder
-from running import SHORT, assert_trained_alike, few_pairs, metrics_of, short_run
+from running import SHORT, assert_trained_alike, few_pairs, long_preferences, metrics_of, short_run
 from together import run_together
 
 WORDS = ["the", "sky", "looks", "blue", "because", "air", "scatters", "short", "waves", "of", "sunlight", "again"]
@@ -121,13 +121,7 @@ def test_two_ranks_with_these_settings_train_the_same_model_as_one(name, folder,
 
 @pytest.mark.slow
 def test_a_preference_of_8192_tokens_divided_among_two_ranks_trains_the_same_model(tmp_path):
-    rng = np.random.default_rng(0)
-
-    def text(count):
-        return " ".join(rng.choice(WORDS, count))
-
-    rows = [{"prompt": text(5250), "chosen": text(60), "rejected": text(60)} for _ in range(2)]
-    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    long_preferences(tmp_path / "long.jsonl", 5250)
     model = model_folder(tmp_path / "model", "llama", max_position_embeddings=8192, num_hidden_layers=1)
     given = [
         *(*SHORT, "dpo.max_num_steps=2", "dpo.max_num_epochs=4", "policy.train_global_batch_size=1"),
