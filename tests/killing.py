@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,15 @@ class Child:
             self.process.join()
             raise TimeoutError(f"still running after {seconds} seconds:\n{self._printed('out')}{self._printed('err')}")
         return Ended(self.process.exitcode, self._printed("out"), self._printed("err"))
+
+    def wait_until_stopped(self, seconds: float = 120) -> None:
+        """Wait until a signal stopped the process. Fail if it ends instead."""
+        until = time.monotonic() + seconds
+        status = Path(f"/proc/{self.process.pid}/stat")
+        while not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] != "T":
+            assert self.process.is_alive(), f"ended, but was never stopped: {self.ended()}"
+            assert time.monotonic() < until, f"not stopped after {seconds} seconds"
+            time.sleep(0.01)
 
     def _printed(self, stream: str) -> str:
         file = self.folder / f"{self.process.pid}.{stream}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from models import MODEL, ON_A_GPU
@@ -57,6 +58,18 @@ def few_pairs(folder: Path, num: int = 40) -> str:
     return f"data.train.data_path={folder}/few.jsonl"
 
 
+def long_preferences(path: Path, num_words: int, num: int = 2) -> None:
+    """Write preferences whose prompts have so many words. With the embedded tokenizer, 1,000 words are about 1,500 tokens."""
+    rng = np.random.default_rng(0)
+    words = ["the", "sky", "looks", "blue", "because", "air", "scatters", "short", "waves", "of", "sunlight", "again"]
+
+    def text(count: int) -> str:
+        return " ".join(rng.choice(words, count))
+
+    rows = [{"prompt": text(num_words), "chosen": text(60), "rejected": text(60)} for _ in range(num)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
 def saving_settings(folder: Path) -> list[str]:
     """Settings of a run with checkpoints, validations that rank them, and early stopping that never happens."""
     pairs = few_pairs(folder, 20)
@@ -103,6 +116,33 @@ def metrics_of(run: Path, split: str = "train") -> list[dict[str, Any]]:
 
 def weights_of(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "model" / "model.safetensors")
+
+
+def assert_trained_alike(several: Path, one: Path) -> None:
+    """Assert that the metrics and weights of two runs are equal up to the order of float32 sums."""
+    for split in ("train", "validation-default"):
+        these, those = metrics_of(several, split), metrics_of(one, split)
+        assert [line["step"] for line in these] == [line["step"] for line in those]
+        for this, that in zip(these, those, strict=True):
+            assert this.keys() == that.keys()
+            assert this["num_pairs"] == that["num_pairs"]
+            assert this.get("num_tokens") == that.get("num_tokens")
+            assert this["loss"] == pytest.approx(that["loss"], rel=1e-5)
+            assert this["rewards_margin_mean"] == pytest.approx(that["rewards_margin_mean"], rel=1e-4, abs=1e-6)
+            assert this.get("grad_norm", 0) == pytest.approx(that.get("grad_norm", 0), rel=1e-3)
+    assert largest_difference(weights_of(several), weights_of(one)) < 5e-6
+
+
+def difference_to_movement(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], start: Path) -> float:
+    """How far two runs' weights are apart, divided by how far `b` moved from its start: |a - b| / |b - start|.
+
+    Unlike the largest difference, it is about 1 for a run that learned something else, whatever the learning rate.
+    """
+    before = load_file(start / "model.safetensors")
+    assert a.keys() == b.keys() <= before.keys()
+    apart = sum((a[name].double() - b[name].double()).square().sum().item() for name in b)
+    moved = sum((b[name].double() - before[name].double()).square().sum().item() for name in b)
+    return (apart / moved) ** 0.5
 
 
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

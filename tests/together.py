@@ -4,9 +4,10 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from bfloat16_products import with_bfloat16_products
 from killing import SERVER, Child, Ended, Small, redirect_output
@@ -17,6 +18,7 @@ from tandem.config.load import load_config
 from tandem.model.distributed.process_group import leave_process_group
 from tandem.report.reporter import Reporter
 from tandem.training import trainer
+from tandem.training.start import machine
 
 COUNT = 2
 # One rank per machine: each is the first rank of its machine.
@@ -124,7 +126,11 @@ def run_tandem(code: str, *arguments: str) -> None:
 def train_runs(runs: list[list[str]]) -> None:
     """Train several runs, given by their overrides, one after another."""
     for overrides in runs:
-        with with_bfloat16_products() if "policy.precision=bfloat16" in overrides else nullcontext():
+        with ExitStack() as on_cpus:
+            if "policy.precision=bfloat16" in overrides:
+                on_cpus.enter_context(with_bfloat16_products())
+            if "policy.optimizer.offload=true" in overrides:  # refused without a GPU, since nothing would be gained
+                on_cpus.enter_context(mock.patch.object(machine, "_check_offload"))
             trainer.train(load_config(None, overrides), Reporter())
     leave_process_group()
 

@@ -1,15 +1,14 @@
-"""Points at which tests can kill the process or simulate a full disk, to test recovery. `tandem fail-points` lists them.
+"""Points at which tests can kill or stop the process or simulate a full disk, to test recovery. `tandem fail-points` lists them.
 
 `TANDEM_FAIL_AT=checkpoint.rename` kills the process just before a checkpoint is renamed. `checkpoint.rename:2` kills it before
-the second rename. `checkpoint.rename:2=disk_full` raises a "disk full" error instead. If the variable is not set, nothing
-happens.
+the second rename. `checkpoint.rename:2=disk_full` raises a "disk full" error instead, and `checkpoint.rename:2=hang` stops the
+process until SIGCONT. If the variable is not set, nothing happens.
 """
 
 import errno
 import os
 import signal
 from dataclasses import dataclass
-from typing import Literal
 
 from tandem.errors import ConfigError
 
@@ -49,7 +48,7 @@ POINTS = {
     "step.done": "a step's update is applied, but not written to metrics.jsonl",
     "validation.pack": "during a validation",
 }
-ACTIONS = ("kill", "disk_full")
+ACTIONS = ("kill", "disk_full", "hang")
 
 
 @dataclass(slots=True)
@@ -58,7 +57,7 @@ class _RequestedFailure:
 
     point: str
     count: int
-    action: Literal["kill", "disk_full"]
+    action: str  # one of ACTIONS
 
 
 def _parse(text: str) -> _RequestedFailure | None:
@@ -66,12 +65,13 @@ def _parse(text: str) -> _RequestedFailure | None:
         return None
     place, _, action = text.partition("=")
     point, _, count = place.partition(":")
-    if point not in POINTS or (action or "kill") not in ACTIONS or not (count or "1").isdigit():
+    action = action or "kill"
+    if point not in POINTS or action not in ACTIONS or not (count or "1").isdigit():
         raise ConfigError(
-            f"{VARIABLE}={text}: not a fail point. Write POINT, POINT:COUNT or POINT:COUNT=disk_full; `tandem fail-points` "
-            "lists the points."
+            f"{VARIABLE}={text}: not a fail point. Write POINT, POINT:COUNT, POINT:COUNT=disk_full or POINT:COUNT=hang; "
+            "`tandem fail-points` lists the points."
         )
-    return _RequestedFailure(point, int(count or 1), "disk_full" if action == "disk_full" else "kill")
+    return _RequestedFailure(point, int(count or 1), action)
 
 
 _requested: _RequestedFailure | None = None
@@ -84,7 +84,7 @@ def read_fail_point() -> None:
 
 
 def fail_point(point: str) -> None:
-    """Kill the process or raise a "disk full" error if TANDEM_FAIL_AT names this point.
+    """Kill or stop the process or raise a "disk full" error if TANDEM_FAIL_AT names this point.
 
     With TANDEM_FAIL_AT=POINT:COUNT, this happens in the COUNT-th call for the point.
     """
@@ -95,4 +95,4 @@ def fail_point(point: str) -> None:
     if _requested.count == 0 and _requested.action == "disk_full":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"({VARIABLE}={point})")
     if _requested.count == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGSTOP if _requested.action == "hang" else signal.SIGKILL)

@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 from killing import SERVER
-from models import ARCHITECTURES, as_policy, random_preference, tiny_model
+from models import ARCHITECTURES, VOCABULARY, as_policy, random_preference, tiny_model
 
+from tandem.data.text.tokens import TokenizedPreference
 from tandem.model.distributed import context as context_module
 from tandem.model.distributed.context import Context
 from tandem.model.distributed.layers import compile_layers, recompute
+from tandem.model.policy import Policy
 from tandem.packing.layout import join, lay_out
 
 CPU = torch.device("cpu")
@@ -25,6 +27,7 @@ CASES = {
     "keys wider than values": ("deepseek_v3", {}, "trees"),
     "dense mask": ("llama", {}, "sdpa"),
     "flash kernels": ("mistral", {}, "varlen"),
+    "8,192 tokens": ("llama", {"num_hidden_layers": 1, "max_position_embeddings": 8192}, "trees"),
 }
 MORE = {
     "deepseek_v3": {
@@ -58,6 +61,13 @@ def packs(*, arrangement="shared"):
     ]
 
 
+def long_pack():
+    """A preference that fills a row of 8,192 tokens."""
+    rng = np.random.default_rng(4)
+    ids = [rng.integers(3, VOCABULARY, count).astype(np.int32) for count in (8000, 100, 92)]
+    return lay_out([0], [TokenizedPreference(ids[0], (ids[1], ids[2]), ((0, 1),), "test:1")], length=8192)
+
+
 def values_and_gradients(policy, given):
     values, generator = [], torch.Generator().manual_seed(1)
     for pack in given:
@@ -73,6 +83,7 @@ def differences(case, context, *, change=lambda policy: None):
     """The largest difference of log-probabilities, and the largest relative difference of gradients."""
     architecture, changes, attention = CASES[case]
     given = packs(arrangement="repeated" if attention == "varlen" else "shared")
+    given = [long_pack()] if case == "8,192 tokens" else given
 
     def made():
         model = tiny_model(architecture, **{**MORE.get(architecture, {}), **changes})
@@ -98,6 +109,17 @@ def _adding_up_gradients(ctx, grad):
     return torch.nn.functional.pad(grad[..., places], (0, ctx.num_own - len(places))), None, None, None
 
 
+def _counting_columns(self, pack, device):
+    """The inputs of a rank, with the positions of its own columns counted from 0."""
+    inputs = _inputs(self, pack, device)
+    if self.context is None:
+        return inputs
+    return replace(inputs, position_ids=torch.arange(inputs.token_ids.shape[1]).expand_as(inputs.token_ids))
+
+
+_inputs = Policy.inputs
+
+
 def _slices(self, rows):
     return np.split(rows, self.size, axis=1)[self.number].copy()
 
@@ -105,6 +127,7 @@ def _slices(self, rows):
 # What would be wrong: name -> (object, attribute, what replaces it).
 WRONG = {
     "gradients added up twice": (context_module._Gathered, "backward", staticmethod(_adding_up_gradients)),
+    "positions counted again": (Policy, "inputs", _counting_columns),
     "slices instead of stripes": (Context, "own_columns", _slices),
     "heads of another rank": (
         Context,

@@ -6,8 +6,17 @@ import shutil
 import numpy as np
 import pytest
 from hybrids import hybrid_settings
-from models import bfloat16_start, model_folder
-from running import SHORT, few_pairs, largest_difference, metrics_of, short_run, weights_of
+from models import MODEL, bfloat16_start, model_folder
+from running import (
+    SHORT,
+    assert_trained_alike,
+    difference_to_movement,
+    few_pairs,
+    largest_difference,
+    metrics_of,
+    short_run,
+    weights_of,
+)
 from together import run_together
 
 WORDS = ["the", "sky", "looks", "blue", "because", "air", "scatters", "short", "waves", "of", "sunlight", "again"]
@@ -129,20 +138,6 @@ def together(request, folder, cases):
     return count, run_together(count, runs, folder)
 
 
-def assert_alike(several, one):
-    for split in ("train", "validation-default"):
-        these, those = metrics_of(several, split), metrics_of(one, split)
-        assert [line["step"] for line in these] == [line["step"] for line in those]
-        for this, that in zip(these, those, strict=True):
-            assert this.keys() == that.keys()
-            assert this["num_pairs"] == that["num_pairs"]
-            assert this.get("num_tokens") == that.get("num_tokens")
-            assert this["loss"] == pytest.approx(that["loss"], rel=1e-5)
-            assert this["rewards_margin_mean"] == pytest.approx(that["rewards_margin_mean"], rel=1e-4, abs=1e-6)
-            assert this.get("grad_norm", 0) == pytest.approx(that.get("grad_norm", 0), rel=1e-3)
-    assert largest_difference(weights_of(several), weights_of(one)) < 5e-6
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -167,7 +162,19 @@ def test_several_ranks_train_the_same_model_as_one(name, together, folder, cases
     if not alone.exists():
         short_run(alone, *COMMON, *cases[name])
     assert len(metrics_of(alone)) == STEPS
-    assert_alike(run_dir(folder, name, count), alone)
+    assert_trained_alike(run_dir(folder, name, count), alone)
+
+
+def assert_close(several, one, start):
+    """Sums in another order may be rounded differently in bfloat16, so the results are close, but not equal.
+
+    Measured on two and three ranks: up to 4e-4 of the loss, 1.5e-3 of the norm, and 0.035 of the movement of the weights.
+    """
+    for this, that in zip(metrics_of(several), metrics_of(one), strict=True):
+        assert this["num_pairs"] == that["num_pairs"]
+        assert this["loss"] == pytest.approx(that["loss"], rel=1e-3)
+        assert this["grad_norm"] == pytest.approx(that["grad_norm"], rel=5e-3)
+    assert difference_to_movement(weights_of(several), weights_of(one), start) < 0.1
 
 
 @pytest.mark.bfloat16
@@ -177,20 +184,32 @@ def test_several_ranks_train_float32_weights_that_are_cast_stochastically(name, 
     count, _ = together
     alone = short_run(run_dir(folder, name, 1), *COMMON, *cases[name])
     several = run_dir(folder, name, count)
-    for this, that in zip(metrics_of(several), metrics_of(alone), strict=True):
-        assert this["loss"] == pytest.approx(that["loss"], rel=2e-3)
-    assert largest_difference(weights_of(several), weights_of(alone)) < 0.005
+    start = folder / ("frozen" if name.startswith("DoRA") else "start")
+    assert_close(several, alone, start)
 
 
 @pytest.mark.bfloat16
 def test_several_ranks_train_low_precision_weights_like_one(together, folder, cases):
-    """Sums in another order may be rounded differently in bfloat16, so the results are close, but not equal."""
     count, _ = together
-    alone = short_run(run_dir(folder, "few bits", 1), *COMMON, *cases["few bits"])
+    alone = few_bits_alone(folder, cases)
     several = run_dir(folder, "few bits", count)
-    for this, that in zip(metrics_of(several), metrics_of(alone), strict=True):
-        assert this["loss"] == pytest.approx(that["loss"], rel=0.02)
-    assert largest_difference(weights_of(several), weights_of(alone)) < 0.01
+    assert_close(several, alone, MODEL)
+
+
+def few_bits_alone(folder, cases, name="few bits", *wrong):
+    alone = run_dir(folder, name, 1)
+    return alone if alone.exists() else short_run(alone, *COMMON, *cases["few bits"], *wrong)
+
+
+@pytest.mark.bfloat16
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", ["run.seed=7", "policy.optimizer.kwargs.betas=[0.0,0.5]"])
+def test_a_wrong_run_with_low_precision_weights_would_be_found(wrong, folder, cases):
+    alone = few_bits_alone(folder, cases)
+    other = few_bits_alone(folder, cases, wrong.partition("=")[0], wrong)
+    assert difference_to_movement(weights_of(other), weights_of(alone), MODEL) > 0.3
+    with pytest.raises(AssertionError):
+        assert_close(other, alone, MODEL)
 
 
 def test_several_ranks_generate_the_same_answers_as_one(together, folder, cases):
@@ -229,7 +248,7 @@ def test_a_run_resumes_with_another_number_of_ranks(together, folder, cases):
     for cut in (more, same):
         assert f"Resuming from {cut}/checkpoints/step_2" in said[0]
     for cut in overrides:
-        assert_alike(cut, alone)
+        assert_trained_alike(cut, alone)
     whole = run_dir(folder, name, count)
     assert metrics_of(same) == metrics_of(whole)
     assert largest_difference(weights_of(same), weights_of(whole)) == 0.0
@@ -259,4 +278,4 @@ def test_a_run_resumes_with_another_mesh(folder):
         assert f"Resuming from {run}/checkpoints/step_2" in said[0]
         assert f"Ranks: 2 ({words})" in said[0]
     for run in (*whole.values(), *resumed.values()):
-        assert_alike(run, alone)
+        assert_trained_alike(run, alone)

@@ -102,8 +102,8 @@ def test_an_unknown_fail_point_is_refused(small, tmp_path):
     ended = small.run(tmp_path / "run", tmp_path / "cache", fail_at="checkpoint.renam")
     assert (ended.code, ended.err) == (
         2,
-        "tandem: error: TANDEM_FAIL_AT=checkpoint.renam: not a fail point. Write POINT, POINT:COUNT or POINT:COUNT=disk_full; "
-        "`tandem fail-points` lists the points.\n",
+        "tandem: error: TANDEM_FAIL_AT=checkpoint.renam: not a fail point. Write POINT, POINT:COUNT, POINT:COUNT=disk_full "
+        "or POINT:COUNT=hang; `tandem fail-points` lists the points.\n",
     )
     assert not (tmp_path / "run").exists()
 

@@ -74,11 +74,8 @@ def test_a_fault_of_one_machine_ends_both_and_the_next_start_succeeds(small, one
     ended = [one.ended() for one in ranks]
     failed, other = ended[rank], ended[1 - rank]
     if fault == "kill":
-        who = (
-            f"{named(1, ranks)} ended" if rank else "rank 0, or the launcher that ranks find each other through, ended"
-        )
         assert failed.code == -signal.SIGKILL, ended
-        assert (other.code, other.err) == (1, lost(who))
+        assert (other.code, other.err) == (1, lost(f"{named(rank, ranks)} ended"))
     else:
         assert failed.code == 7, ended
         assert failed.err.startswith(

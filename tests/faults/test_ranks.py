@@ -24,6 +24,10 @@ PHASES = {
 }
 KILLS = [(point, rank) for points in PHASES.values() for point, ranks in points for rank in ranks]
 QUICK = [("step.update:3", 1)]
+TIMEOUT = 10
+SECONDS_TO_NAME = (
+    30  # after the timeout: up to 20 to find out which rank it is and whether it ended, and 10 for a busy machine
+)
 DISKS = [
     ("tokens.sync", 0),
     ("reference.rename", 0),
@@ -47,9 +51,9 @@ def whole_of_two(small):
     return place.run
 
 
-def resumes(small, place, whole):
+def resumes(small, place, whole, *more):
     assert_intact(*place.folders)
-    for ended in train(small, place):
+    for ended in train(small, place, *more):
         assert (ended.code, ended.err) == (0, "")
     assert_same(place.run, whole)
     assert_intact(*place.folders)
@@ -63,10 +67,8 @@ def test_a_killed_rank_is_named_by_the_other_and_the_run_resumes_identically(
     ranks = start_training(small, place, fail_at={rank: point})
     ended = [one.ended() for one in ranks]
     assert ended[rank].code == -signal.SIGKILL, ended
-    # The first rank serves the store through which ranks find each other, so its process cannot be looked up once it is dead.
-    who = f"{named(1, ranks)} ended" if rank else "rank 0, or the launcher that ranks find each other through, ended"
     other = ended[1 - rank]
-    assert (other.code, other.err) == (1, lost(who))
+    assert (other.code, other.err) == (1, lost(f"{named(rank, ranks)} ended"))
     resumes(small, place, whole_of_two)
 
 
@@ -77,9 +79,8 @@ def test_a_full_disk_of_one_rank_ends_both_and_the_run_resumes_identically(small
     ended = [one.ended() for one in ranks]
     assert (ended[rank].code, ended[rank].err) == (7, full_disk(point, rank))
     other = ended[1 - rank]
-    who = f"{named(1, ranks)} ended" if rank else "rank 0, or the launcher that ranks find each other through, ended"
     # A rank that waits for the other one in a step finds it gone; one that waits for it to write hears why.
-    assert (other.code, other.err) in ((7, ""), (1, lost(who)))
+    assert (other.code, other.err) in ((7, ""), (1, lost(f"{named(rank, ranks)} ended")))
     resumes(small, place, whole_of_two)
 
 
@@ -94,20 +95,47 @@ def full_disk(point, rank):
 @pytest.mark.slow
 def test_a_rank_that_is_slow_within_the_timeout_changes_nothing(small, whole_of_two, tmp_path):
     place = Place.one_machine(tmp_path)
-    ranks = start_training(small, place, "policy.parallel.timeout_seconds=60")
-    for number, step in ((1, 1), (0, 2)):
-        until = time.monotonic() + 120
-        while not (place.run / f"checkpoints/step_{step}").exists() and ranks[number].process.is_alive():
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        if ranks[number].process.is_alive():
-            os.kill(ranks[number].process.pid, signal.SIGSTOP)
-            time.sleep(3)
-            os.kill(ranks[number].process.pid, signal.SIGCONT)
+    fail_at = {1: "step.update:2=hang", 0: "step.update:3=hang"}
+    ranks = start_training(small, place, "policy.parallel.timeout_seconds=60", fail_at=fail_at)
+    for number in fail_at:
+        ranks[number].wait_until_stopped()
+        time.sleep(3)
+        os.kill(ranks[number].process.pid, signal.SIGCONT)
     for rank in ranks:
         ended = rank.ended()
         assert (ended.code, ended.err) == (0, "")
     assert_same(place.run, whole_of_two)
+
+
+@pytest.mark.parametrize("rank", BOTH)
+@pytest.mark.slow
+def test_a_hung_rank_is_named_after_the_timeout_and_the_run_resumes_identically(small, whole_of_two, tmp_path, rank):
+    place = Place.one_machine(tmp_path)
+    fail_at = {rank: "step.update:3=hang"}
+    ranks = start_training(small, place, f"policy.parallel.timeout_seconds={TIMEOUT}", fail_at=fail_at)
+    ranks[rank].wait_until_stopped()
+    stopped = time.monotonic()
+    other = ranks[1 - rank].ended()
+    seconds = time.monotonic() - stopped
+    ranks[rank].process.kill()
+    assert (other.code, other.err) == (1, lost(f"{named(rank, ranks)} no longer answers"))
+    assert seconds < TIMEOUT + SECONDS_TO_NAME
+    resumes(small, place, whole_of_two)
+
+
+@pytest.mark.parametrize("mesh", ["policy.parallel.context=2", "policy.parallel.replicate=2"])
+@pytest.mark.slow
+def test_with_every_mesh_a_killed_rank_is_named_and_the_run_resumes_identically(small, tmp_path, mesh):
+    whole = Place.one_machine(tmp_path / "whole")
+    for ended in train(small, whole, mesh):
+        assert (ended.code, ended.err) == (0, "")
+    for rank in BOTH:
+        place = Place.one_machine(tmp_path / f"killed-{rank}")
+        ranks = start_training(small, place, mesh, fail_at={rank: "step.update:3"})
+        ended = [one.ended() for one in ranks]
+        assert ended[rank].code == -signal.SIGKILL, ended
+        assert (ended[1 - rank].code, ended[1 - rank].err) == (1, lost(f"{named(rank, ranks)} ended"))
+        resumes(small, place, whole.run, mesh)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from tandem.cli.app import app
 
 @app.command("fail-points", hidden=True)
 def fail_points() -> None:
-    """List the points at which TANDEM_FAIL_AT=POINT[:COUNT][=disk_full] makes the process fail, to test recovery."""
+    """List the points at which TANDEM_FAIL_AT=POINT[:COUNT][=disk_full|=hang] makes the process fail, to test recovery."""
     from tandem.failpoints import POINTS
 
     width = max(map(len, POINTS))

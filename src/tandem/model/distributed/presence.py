@@ -42,6 +42,7 @@ class Presence:
         self._number, self._num_ranks, self._waits, self._exchanges, self._count = number, num_ranks, 0, 0, 0
         self._ends = threading.Event()
         self._write()
+        self._first = None if number == 0 else self._first_sign()
         threading.Thread(target=self._write_signs, name="presence", daemon=True).start()
 
     def waits(self) -> None:
@@ -68,20 +69,41 @@ class Presence:
 
     def _read(self) -> dict[int, Sign]:
         others = [number for number in range(self._num_ranks) if number != self._number]
-        found = {}
-        for number in others:
-            if self._store.check([str(number)]):
-                found[number] = Sign(number, **json.loads(self._store.get(str(number))))
-        return found
+        return {number: self._sign_of(number) for number in others if self._store.check([str(number)])}
+
+    def _sign_of(self, number: int) -> Sign:
+        return Sign(number, **json.loads(self._store.get(str(number))))
+
+    def _first_sign(self) -> Sign | None:
+        """Wait for a sign of rank 0. It is kept: rank 0 often serves the store, which cannot be read after it ended."""
+        with suppress(Exception):  # rank 0 has already ended
+            return self._sign_of(0)
+
+    def _read_twice(self, signs: list[dict[int, Sign]]) -> None:
+        with suppress(Exception):  # the store ended
+            signs.append(self._read())
+            time.sleep(SECONDS_TO_WATCH)
+            signs.append(self._read())
+
+    def _describe_lost_store(self) -> str:
+        """Describe why the store cannot be read. It is served by rank 0, or by its launcher, such as torchrun."""
+        launcher = ", or the launcher that ranks find each other through, ended"
+        if self._first is None:
+            return f"rank 0{launcher}"
+        if _ends_soon(self._first):
+            return f"{_named([self._first])} ended"
+        return f"{_named([self._first])}{launcher if is_served_by_launcher() else ' no longer answers'}"
 
     def describe_missing(self) -> str | None:
         """Describe the ranks that ended, do not answer, or have not arrived, in one sentence. Return None if there are none."""
-        try:
-            before = self._read()
-            time.sleep(SECONDS_TO_WATCH)
-            now = self._read()
-        except Exception:
-            return "rank 0, or the launcher that ranks find each other through, ended"
+        signs: list[dict[int, Sign]] = []
+        # In a thread: while the rank that serves the store hangs, reading from it never returns.
+        watching = threading.Thread(target=self._read_twice, args=(signs,), daemon=True)
+        watching.start()
+        watching.join(3 * SECONDS_TO_WATCH)
+        if len(signs) < 2:
+            return self._describe_lost_store()
+        before, now = signs
         silent = [sign for number, sign in now.items() if before.get(number, sign).count == sign.count]
         if silent:
             return f"{_named(silent)} {'ended' if all(_is_gone(sign) for sign in silent) else 'no longer answers'}"
@@ -101,6 +123,19 @@ def _is_gone(sign: Sign) -> bool:
         return False
     status = Path(f"/proc/{sign.pid}/stat")
     return not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def _ends_soon(sign: Sign) -> bool:
+    """Whether the process of a rank certainly ended. Its connections are closed a moment before it has ended."""
+    until = time.monotonic() + SECONDS_TO_WATCH
+    while sign.host == socket.gethostname() and not _is_gone(sign) and time.monotonic() < until:
+        time.sleep(0.1)
+    return _is_gone(sign)
+
+
+def is_served_by_launcher() -> bool:
+    """Whether the launcher serves the store through which ranks find each other, as torchrun does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 _presence: Presence | None = None

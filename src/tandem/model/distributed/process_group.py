@@ -18,7 +18,7 @@ from tandem.errors import AlreadyReportedError, ConfigError, MachineError, Tande
 from tandem.isolation import GPU_INDEX, STORE_FD
 from tandem.model.distributed import shared_gpu
 from tandem.model.distributed.mesh import SINGLE_RANK_MESH, MeshShape, mesh_shape
-from tandem.model.distributed.presence import end_signs, note_wait, start_signs
+from tandem.model.distributed.presence import end_signs, is_served_by_launcher, note_wait, start_signs
 
 T = TypeVar("T")
 
@@ -265,12 +265,11 @@ def loopback_store(timeout: timedelta) -> dist.Store | None:
     listens on every interface, whatever MASTER_ADDR is.
     """
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_complete = (
         "RANK" in os.environ and port.isdecimal() and int(port) < 2**16
     )  # if not, torch reports what is missing
     count = int(os.environ.get("WORLD_SIZE", 1))
-    if count == 1 or is_served or not is_complete or not _is_loopback(address):
+    if count == 1 or is_served_by_launcher() or not is_complete or not _is_loopback(address):
         return None
     listening = _listen(address, int(port)) if os.environ["RANK"] == "0" else None
     return dist.TCPStore(
