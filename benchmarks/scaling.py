@@ -66,7 +66,7 @@ RECIPES = [
     Recipe("llama3.1-8b", MeshShape(shard=8), 16384, SELECTIVE),
     Recipe("llama3.1-8b", MeshShape(replicate=8, shard=8), 16384, SELECTIVE),
     Recipe("llama3.1-8b", MeshShape(shard=4, context=2), 65536, FULL),
-    Recipe("llama3.1-70b", MeshShape(shard=16), 4096, {**BFLOAT16, **FULL}),
+    Recipe("llama3.1-70b", MeshShape(shard=32), 4096, {**BFLOAT16, **FULL}),
     Recipe("llama3.1-70b", MeshShape(shard=64), 8192, FULL),
     Recipe("llama3.1-70b", MeshShape(shard=16, context=4), 32768, FULL),
 ]

@@ -70,7 +70,9 @@ def test_the_memory_is_within_9_percent_of_every_raw_result(one):
     assert computed == pytest.approx(one["peak_gib"], rel=0.09)
 
 
-@pytest.mark.parametrize("one", [one for one in committed() if not one.values[0].get("limit_gib")])  # had no card to themselves
+@pytest.mark.parametrize(
+    "one", [one for one in committed() if not one.values[0].get("limit_gib")]
+)  # had no card to themselves
 def test_the_speed_is_within_8_percent_of_raw_results_with_packs_that_keep_the_gpu_busy(one):
     """With shorter packs, which `auto` does not choose here, models below 0.4 billion weights were up to 1.9 times as fast."""
     size = size_of(empty_model(source_of(one["shape"])))
