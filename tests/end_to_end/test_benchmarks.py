@@ -2,14 +2,17 @@
 
 import json
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from killing import Ended
 from models import MODEL
 from scripts import ROOT, run_script
+from transformers import AutoModelForCausalLM
 
 from tandem.config.keys import with_table
 from tandem.embedded.files import TRAIN
@@ -99,6 +102,7 @@ def test_head(bench):
         ),
         ("--pack-length", 128, "--lora", 2, "--no-sharing", "--checkpointing", "selective", "--deterministic"),
         ("--mode", "none", "--longest", 64),
+        ("--pack-length", 128, "--shape", "tiny-moe"),
         pytest.param(
             ("--pack-length", 128, "--lora", 2, "--quantization", "nf4", "--checkpointing", "full"),
             marks=pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes"),
@@ -338,6 +342,31 @@ def test_start(bench, pairs, tmp_path):
     assert len(result["seconds"]) == 2
 
 
+@pytest.fixture
+def benchmarks_on_the_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def test_of_experts_only_those_that_a_token_is_sent_to_count_as_useful(benchmarks_on_the_path):
+    train, made = import_module("train"), import_module("made_model")
+    shape = made.SHAPES["tiny-moe"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(made.config_of("tiny-moe"))
+    attention = 128 * (128 + 64 + 64 + 128) + 2 * 32  # with norms of queries and keys
+    layer = attention + 2 * (3 * 128 * 64) + 8 * 128 + 2 * 128  # two of eight experts, the router, two norms
+    assert train.num_active_weights(model, shape) == 2 * layer
+
+
+@pytest.mark.slow
+def test_limited_runs_the_command_and_reads_its_steps(benchmarks_on_the_path, tmp_path):
+    limited = import_module("limited")
+    given = [f"run.dir={tmp_path}/run", "policy.max_total_sequence_length=256", *limited.SETTINGS]
+    assert limited.run_tandem([*given, "policy.train_global_batch_size=2", "dpo.max_num_steps=2"]) == 0
+    assert [one["step"] for one in limited.steps_of(tmp_path / "run")] == [1, 2]
+    assert limited.run_tandem(["no.such_key=1"]) == 2
+    assert limited.steps_of(tmp_path / "none") == []
+
+
 @pytest.mark.slow
 def test_precision(bench, pairs, tmp_path):
     chosen = ("--precisions", "float32", "float32, products in float8", "--seeds", 1)
@@ -377,6 +406,7 @@ def test_curve_of_tandem(bench, pairs, tmp_path, adapters):
             [],
             "versus_trl.py: error: TRL is timed with Liger's kernels, which need a GPU, and there is none\n",
         ),
+        ("limited", ["--limit-gib", 8], "limited.py: error: --limit-gib is of a GPU, and there is none\n"),
         ("pinned_memory", [], "pinned_memory.py: error: memory is pinned for a GPU, and there is none\n"),
         ("train", ["--profile"], "train.py: error: --profile is of a GPU, and there is none\n"),
     ],
@@ -435,6 +465,73 @@ def test_a_trl_script_reports_that_its_interpreter_has_no_trl(bench, name, argum
         f"{sys.executable}: not installed: datasets, trl. Run this with a Python that has them: pip install {NEEDED}.\n"
     )
     assert bench(name, *arguments) == Ended(1, "", message)
+
+
+@pytest.mark.skipif(find_spec("unsloth") is not None, reason="Unsloth is installed here")
+def test_without_unsloth_the_message_says_what_to_install(bench):
+    ended = bench("unsloth_steps", "--shape", "tiny", "--data", "none")
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err.startswith(f"{sys.executable}: not installed: unsloth, ")
+    assert ended.err.endswith(
+        "Run this with a Python that has them, in an environment of its own: pip install unsloth.\n"
+    )
+
+
+def test_unsloth_gets_the_adapters_and_batches_of_the_other_sides(benchmarks_on_the_path, token_pairs):
+    steps = import_module("unsloth_steps")
+    common = ["--shape", "tiny", "--data", str(token_pairs), "--lora", "4", "--pairs", "8", "--steps", "2"]
+    o = steps.parsed([*common, "--repeats", "2", "--quantization", "nf4"])
+    loading = steps.loading_arguments(o, Path("model"), "bfloat16")
+    assert (loading["model_name"], loading["load_in_4bit"], loading["load_in_16bit"]) == ("model", True, False)
+    assert steps.loading_arguments(steps.parsed(common), Path("model"), "bfloat16")["load_in_16bit"]
+    adapters = steps.adapter_arguments(o)
+    assert (adapters["r"], adapters["lora_alpha"], len(adapters["target_modules"])) == (4, 8, 7)
+    settings = steps.trainer_settings(o, 2)
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps")
+    assert [settings[name] for name in names] == [2, 4, 6]  # two steps to warm up, two times two to time
+    distinct, order = steps.rows_of(o)
+    assert order == [*range(32), *range(16, 32)]
+    lengths = [steps.padded_length(row) for row in distinct]
+    assert all(lengths[at : at + 8] == sorted(lengths[at : at + 8], reverse=True) for at in range(0, 32, 8))
+
+
+TRL_IS_HERE = pytest.mark.skipif(find_spec("trl") is None or find_spec("datasets") is None, reason="needs TRL")
+
+
+@TRL_IS_HERE
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--lora", 2),
+        ("--lora", 2, "--repeats", 2),
+        ("--stock",),
+        pytest.param(
+            ("--lora", 2, "--quantization", "nf4"),
+            marks=pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes"),
+        ),
+    ],
+    ids=lambda options: " ".join(map(str, options)) or "plain",
+)
+def test_trl_steps(bench, token_pairs, options):
+    given = ("--shape", "tiny", "--data", token_pairs, "--micro-batch", 2, "--accumulate", 2, "--steps", 2)
+    result = last_line(bench("trl_steps", *given, *options))
+    assert result["pairs_per_second"] > 0
+    assert len(result["each"]) == (2 if "--repeats" in options else 1)
+    # Of a pair, both sequences are computed in full, padded to the longest of the micro-batch.
+    assert 1 < result["computed_per_unique_token"] < 3
+
+
+@TRL_IS_HERE
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", [(), ("--lora", 4, "--rate", "1e-4")], ids=["all weights", "adapters"])
+def test_curve_of_trl(bench, pairs, tmp_path, adapters):
+    own = ("--model", MODEL, "--data", pairs, "--systems", "TRL", "--seeds", 1, "--steps", 2, *adapters)
+    ended = bench("curve", *own, "--folder", tmp_path, "--micro-batch", 8, PYTHONPATH=":".join(sys.path))
+    (points,) = last_line(ended)["curves"]["TRL"]
+    assert [point["step"] for point in points] == [0, 2, 2]
+    assert points[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
 
 
 def test_a_missing_file_is_reported_by_name(bench):
