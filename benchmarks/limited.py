@@ -7,8 +7,9 @@ policy.packing.pack_length=8192.
 
 The model is created beforehand, with random weights. The command runs in this process, after
 `torch.cuda.set_per_process_memory_fraction`; a run that needs more fails with exit code 6. CUDA's own memory, about half a GiB,
-is not limited. tandem still sees the memory of the whole card, so give `policy.packing.pack_length`. Without --tokenizer and --data,
-the embedded ones are used, whose pairs are short. Needs a GPU. The last line is one JSON object; the exit code is the run's.
+is not limited. tandem still sees the memory of the whole card, so give `policy.packing.pack_length`. Without --tokenizer and
+--data, the embedded ones are used, whose pairs are short. Needs a GPU. The last line is one JSON object; the exit code is that of
+the run.
 """
 
 import json

@@ -1,9 +1,9 @@
 """Times the steps of TRL's DPO trainer with Unsloth's models and adapters, on the pairs of versus_trl.py.
 
-    python benchmarks/unsloth_steps.py --shape llama3.1-8b --lora 16 [--quantization nf4] --folder FOLDER --data pairs.jsonl
+    python benchmarks/unsloth_steps.py --shape llama3.1-8b --lora 16 [--quantization nf4] [--data pairs.jsonl]
 
-Needs a GPU and a Python that has Unsloth, which requires TRL 1.15 or earlier. `--data` is a file of token ids as versus_trl.py
-writes it (`pairs.jsonl` in its --folder); `--folder` is where the model is made, with random weights. Adapters are those of
+Needs a GPU and a Python that has Unsloth, which requires TRL 1.15 or earlier. Without --data, the pairs are those that
+versus_trl.py makes for as many --steps. The model, with random weights, is made in --folder. Adapters are those of
 trl_steps.py: rank N, alpha 2N, on all linear layers except the head. Unsloth's own activation checkpointing is off, as it is on
 the other sides, unless --checkpointing is given. The reference is computed beforehand and not timed.
 The pairs of an update are sorted by length. Without --micro-batch, the largest power of two that fits is used: each size runs in
@@ -34,7 +34,7 @@ LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = options_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, required=True)
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path, help="pairs as token ids, one JSON object per line")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tandem-unsloth"))
     parser.add_argument("--tokenizer", help="a folder with a tokenizer; if not given, one of three tokens is made")
     parser.add_argument("--lora", type=int, default=16, help="rank of the adapters")
@@ -189,6 +189,12 @@ def main() -> None:
             f"{sys.executable}: not installed: {', '.join(missing)}. Run this with a Python that has them, in an environment of "
             "its own: pip install unsloth."
         )
+    if o.data is None:
+        from versus_trl import write_pairs
+
+        o.folder.mkdir(parents=True, exist_ok=True)
+        o.data = o.folder / "pairs.jsonl"
+        write_pairs(o.data, o.pairs * (o.steps + WARM_UP), SHAPES[o.shape].vocabulary)
     if o.micro_batch is None:
         sizes = [2**power for power in range(o.largest.bit_length() - 1, -1, -1)]
         for size in (one for one in sizes if o.pairs % one == 0):

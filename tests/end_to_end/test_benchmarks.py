@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -338,8 +339,11 @@ def test_saving(bench, pairs, tmp_path):
 @pytest.mark.slow
 def test_start(bench, pairs, tmp_path):
     own = ("--tokenizer", MODEL, "--data", pairs, "--folder", tmp_path, "--times", 2)
-    result = last_line(bench("start", *own, "--shape", "tiny", "--more", *FEW))
+    result = last_line(bench("start", *own, "--shape", "tiny", "--breakdown", "--more", *FEW))
     assert len(result["seconds"]) == 2
+    for seconds, phases in zip(result["seconds"], result["phases"], strict=True):
+        assert {"imports and settings", "weights"} <= phases.keys()
+        assert sum(phases.values()) < seconds
 
 
 @pytest.fixture
@@ -471,7 +475,7 @@ def test_a_trl_script_reports_that_its_interpreter_has_no_trl(bench, name, argum
 def test_without_unsloth_the_message_says_what_to_install(bench):
     ended = bench("unsloth_steps", "--shape", "tiny", "--data", "none")
     assert (ended.code, ended.out) == (1, "")
-    assert ended.err.startswith(f"{sys.executable}: not installed: unsloth, ")
+    assert ended.err.startswith(f"{sys.executable}: not installed: unsloth")
     assert ended.err.endswith(
         "Run this with a Python that has them, in an environment of its own: pip install unsloth.\n"
     )
@@ -546,3 +550,86 @@ def test_hybrids_are_timed_packed_and_unpacked(bench):
     results = [json.loads(line) for line in ended.out.splitlines() if line.startswith("{")]
     assert [one["way"] for one in results] == ["packed", "packed, not compiled", "unpacked"]
     assert all(one["pairs_per_second"] > 0 for one in results)
+
+
+# A session on a GPU, with commands that stand for benchmarks
+
+
+def jobs_file(folder: Path, **commands: str) -> Path:
+    """A job per name; each command is Python code. The names are in the order of the keyword arguments."""
+    jobs = [
+        {"name": name, "part": number + 1, "seconds": 20, "command": ["{python}", "-c", code]}
+        for number, (name, code) in enumerate(commands.items())
+    ]
+    path = folder / "jobs.json"
+    path.write_text(json.dumps(jobs))
+    return path
+
+
+def recorded(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "out/results.jsonl").read_text().splitlines()]
+
+
+PRINTS = 'print("compiling"); print(\'{"pairs_per_second": 7}\')'
+
+
+def test_a_session_keeps_results_and_a_second_call_runs_only_what_failed(bench, tmp_path):
+    once = f"import os, sys; open('{tmp_path}/runs', 'a').write('x'); print('no memory'); sys.exit(3)"
+    given = ("--out", "out", "--jobs", jobs_file(tmp_path, works=PRINTS, fails=once))
+    ended = bench("gpu_session", *given)
+    assert ended.code == 1
+    assert [line.split(",")[0] for line in ended.out.splitlines()] == ["works: exit code 0", "fails: exit code 3"]
+    works, fails = recorded(tmp_path)
+    assert (works["results"], works["last_lines"]) == ([{"pairs_per_second": 7}], ["compiling"])
+    assert (fails["exit_code"], fails["last_lines"]) == (3, ["no memory"])
+    again = bench("gpu_session", *given)
+    assert again.out.splitlines()[0] == "works: done"
+    assert (tmp_path / "runs").read_text() == "xx"
+    assert [one["name"] for one in recorded(tmp_path)] == ["works", "fails", "fails"]
+
+
+def test_a_session_reads_results_of_earlier_ones_although_a_line_was_cut_off(bench, tmp_path):
+    earlier = written(tmp_path / "earlier.jsonl", [{"name": "first", "exit_code": 0}])
+    with earlier.open("a") as file:
+        file.write('{"name": "second", "exit_co')
+    jobs = jobs_file(tmp_path, first=PRINTS, second=PRINTS)
+    assert bench("gpu_session", "--out", "out", "--jobs", jobs, "--done", earlier).code == 0
+    assert [one["name"] for one in recorded(tmp_path)] == ["second"]
+
+
+def test_a_session_ends_a_benchmark_and_its_processes_at_the_limit(bench, tmp_path):
+    left = tmp_path / "left"
+    child = f"import time; time.sleep(4); open('{left}', 'w').close()"
+    hangs = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    jobs = jobs_file(tmp_path, hangs=hangs, works=PRINTS)
+    jobs.write_text(jobs.read_text().replace('"seconds": 20', '"seconds": 0.5', 1))
+    ended = bench("gpu_session", "--out", "out", "--jobs", jobs)
+    assert ended.out.startswith("hangs: ran past its limit, ")
+    assert [one["exit_code"] for one in recorded(tmp_path)] == [None, 0]
+    time.sleep(4)
+    assert not left.exists()
+
+
+def test_a_session_starts_nothing_that_the_budget_or_the_part_leaves_out(bench, tmp_path):
+    jobs = jobs_file(tmp_path, first=PRINTS, second=PRINTS)
+    ended = bench("gpu_session", "--out", "out", "--jobs", jobs, "--part", 2, "--budget", 10)
+    assert ended.code == 0
+    assert ended.out.startswith("second: left out, takes about 20 s and ")
+    assert not (tmp_path / "out/results.jsonl").exists()
+
+
+def test_every_benchmark_of_a_session_is_a_script_with_these_options(benchmarks_on_the_path, bench, tmp_path):
+    session = import_module("gpu_session")
+    names = [job.name for job in session.JOBS]
+    assert len(set(names)) == len(names)
+    assert [job.part for job in session.JOBS] == sorted(job.part for job in session.JOBS)
+    for part in {job.part for job in session.JOBS}:
+        assert sum(job.seconds for job in session.JOBS if job.part == part) <= 590
+    for job in session.JOBS:
+        script = Path(job.command[1])
+        if job.command[1] != "-m":
+            known = bench(script.stem, "--help").out
+            assert all(word in known for word in job.command[2:] if word.startswith("--")), job.name
+    ended = bench("gpu_session", "--out", "out", "--list", "--only", "135m 49152", "limited 1.5b")
+    assert ended.out.splitlines()[0] == "limited 1.5b: left out, needs --tokenizer, --data"
+    assert ended.out.splitlines()[1].startswith("part 6, about 60 s, 135m 49152: ")
