@@ -46,11 +46,10 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, help="pairs in a micro-batch; if not given, the largest that fits")
     parser.add_argument("--largest", type=int, default=16, help="the first micro-batch that is tried")
     o = parser.parse_args(arguments)
-    micro = o.micro_batch or o.largest
-    if min(o.lora, o.pairs, o.steps, o.repeats, micro) < 1:
+    if min(o.lora, o.pairs, o.steps, o.repeats, o.largest, 1 if o.micro_batch is None else o.micro_batch) < 1:
         parser.error("--lora, --pairs, --steps, --repeats, --micro-batch and --largest are at least 1")
-    if o.pairs % micro:
-        parser.error(f"--pairs {o.pairs} is not a multiple of the micro-batch of {micro} pairs")
+    if o.micro_batch and o.pairs % o.micro_batch:
+        parser.error(f"--pairs {o.pairs} is not a multiple of the micro-batch of {o.micro_batch} pairs")
     return o
 
 
