@@ -89,8 +89,8 @@ def test_compiled_layers_with_flex_attention_equal_each_sequence_alone(architect
 def test_a_kernel_computes_the_same_as_torch_with_all_gradients(scan):
     """Every kernel that flash-linear-attention has, at the sizes of real models.
 
-    A kernel that refuses this GPU is not used, which is not a failure. One that runs and is wrong is a failure, although it is not
-    used either: tandem may call it wrongly. Skipped if all refuse.
+    A kernel that refuses this GPU is not used, which is not a failure. One that runs and is wrong is a failure, although it is
+    not used either: tandem may call it wrongly. Skipped if all refuse.
     """
     if reason := missing_package():
         pytest.skip(reason)
