@@ -28,6 +28,15 @@ class Shape:
     def hidden(self) -> int:
         return self.sizes[0]
 
+    @property
+    def has_recurrent_layers(self) -> bool:
+        return "layer_types" in self.more
+
+    @property
+    def active_experts(self) -> float:
+        """The share of the experts that a token is sent to."""
+        return self.more["num_experts_per_tok"] / self.more["num_experts"] if "num_experts" in self.more else 1.0
+
 
 # Every tenth layer, from the sixth on, has attention; the others are Mamba-2.
 GRANITE = {
@@ -48,6 +57,14 @@ QWEN_LINEAR = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
+}
+# Every token is sent to 8 of 128 experts, each with an intermediate size of 768.
+QWEN_EXPERTS = {
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
 }
 SHAPES = {
     "tiny": Shape("llama", (256, 512, 4, 4, 2), 4096, tied=True),
@@ -85,6 +102,22 @@ SHAPES = {
         tied=True,
         more={**GRANITE, "shared_intermediate_size": 8192, "mamba_n_heads": 64},
     ),
+    "tiny-moe": Shape(
+        "qwen3_moe",
+        (128, 256, 2, 4, 2),
+        4096,
+        tied=False,
+        more={**QWEN_EXPERTS, "head_dim": 32, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "olmoe-1b-7b": Shape(
+        "olmoe",
+        (2048, 1024, 16, 16, 16),
+        50_304,
+        tied=False,
+        more={"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+    ),
+    # The layers of Qwen3-30B-A3B, 12 of 48: 8.1 of 30.5 billion weights.
+    "qwen3-30b-a3b-12-layers": Shape("qwen3_moe", (2048, 6144, 12, 32, 4), 151_936, tied=False, more=QWEN_EXPERTS),
     "qwen3.5-2b": Shape("qwen3_5_text", (2048, 6144, 24, 8, 2), 248_320, tied=True, more=QWEN_LINEAR),
 }
 

@@ -46,9 +46,8 @@ def require_quantization(quantization: str | None, shape: str) -> None:
     if find_spec("bitsandbytes") is None:
         sys.exit(f"--quantization {quantization}: the package bitsandbytes is not installed: pip install bitsandbytes.")
     if SHAPES[shape].more:
-        sys.exit(
-            f"--quantization {quantization}: {shape} has recurrent layers, whose random weights are not made here."
-        )
+        what = "recurrent layers" if SHAPES[shape].has_recurrent_layers else "experts"
+        sys.exit(f"--quantization {quantization}: {shape} has {what}, whose random weights are not made here.")
 
 
 def _fill_quantized(model: Any, dtype: torch.dtype, device: torch.device) -> None:

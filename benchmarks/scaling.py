@@ -85,7 +85,7 @@ RECIPES = [
     Recipe("llama3.1-8b", MeshShape(replicate=8, shard=8), 16384, SELECTIVE),
     Recipe("llama3.1-70b", MeshShape(), 4096, {**QLORA, **FULL}),
     Recipe("llama3.1-70b", MeshShape(shard=8), 8192, {**BFLOAT16, **FULL}, card=H200),
-    Recipe("llama3.1-70b", MeshShape(shard=16), 4096, {**BFLOAT16, **FULL}),
+    Recipe("llama3.1-70b", MeshShape(shard=16), 8192, {**BFLOAT16, **FULL}, card=H200),
     Recipe("llama3.1-70b", MeshShape(shard=64), 8192, FULL),
     Recipe("llama3.1-70b", MeshShape(shard=16, context=4), 32768, FULL),
 ]

@@ -99,6 +99,71 @@ def start(records: list[Record]) -> str:
     )
 
 
+SIZES = {"smollm2-135m": "135M", "qwen2.5-0.5b": "0.5B", "qwen2.5-1.5b": "1.5B", "llama3.1-8b": "8B"}
+HYBRIDS = {"granite4-h-1b": "Granite 4's 1B", "qwen3.5-2b": "Qwen3.5's 2B"}
+
+
+def small_models(records: list[Record]) -> str:
+    def idle(one: Record) -> str:
+        return f"{one['where_time_goes']['idle']:.0%}".replace("%", " %") if "where_time_goes" in one else ""
+
+    order = sorted(records, key=lambda one: (list(SIZES).index(one["shape"]), one["pack_length"]))
+    rows = [
+        [
+            f"{SIZES[one['shape']]}, packs of {one['pack_length']:,}",
+            f"{one['pairs_per_second']:.0f}",
+            f"{one['useful_tflops']:.0f}",
+            idle(one),
+            f"{one['peak_gib']:.1f}",
+        ]
+        for one in order
+    ]
+    return table(["model", "pairs/s", "useful TFLOP/s", "no kernel runs", "peak GiB"], rows)
+
+
+def limited(records: list[Record]) -> str:
+    def settings(one: Record) -> str:
+        weights = f"adapters of rank {one['lora']} on {one['quantization']}" if one["lora"] else one["weights"]
+        states = "" if one["lora"] else f", states in {one['state_dtype']}"
+        return f"{weights}{states}, `policy.activation_checkpointing={one['checkpointing']}`"
+
+    rows = [
+        [
+            f"{SIZES[one['shape']]}, packs of {one['pack_length']:,}",
+            settings(one),
+            *(f"{one[name]:.1f}" for name in ("limit_gib", "peak_gib", "reserved_gib")),
+        ]
+        for one in records
+    ]
+    return table(["model", "settings", "limit, GiB", "peak of tensors", "reserved by torch"], rows)
+
+
+def offload(records: list[Record]) -> str:
+    """The time is the mean of all steps but the first."""
+    rows = []
+    for on, name in ((False, "on the GPU"), (True, "in host memory (`policy.optimizer.offload=true`)")):
+        steps = [one for one in records if one["offload"] is on]
+        seconds = [one["step_seconds"] for one in steps if one["step"] > 1]
+        tokens = sum(one["num_tokens"] for one in steps) / len(steps)
+        peak = max(one["memory_gib"] for one in steps)
+        rows.append([name, f"{tokens:,.0f}", f"{sum(seconds) / len(seconds):.2f}", f"{peak:.1f}"])
+    return table(["optimizer states", "tokens in a batch", "seconds per step", "peak GiB"], rows)
+
+
+def hybrids(records: list[Record]) -> str:
+    rows = [
+        [
+            HYBRIDS[one["shape"]],
+            one["way"] + (f", {one['rows']} pairs at a time" if one["way"] == "unpacked" else ""),
+            f"{one['pairs_per_second']:.1f}",
+            f"{one['unique_tokens_per_second']:,}",
+            f"{one['peak_gib']:.1f}",
+        ]
+        for one in records
+    ]
+    return table(["model", "way", "pairs/s", "tokens/s", "peak GiB"], rows)
+
+
 TABLES: dict[str, Callable[[list[Record]], str]] = {
     "versus_trl": versus_trl,
     "train": train,
@@ -106,6 +171,10 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
     "curve": curve,
     "precision": precision,
     "start": start,
+    "small_models": small_models,
+    "limited": limited,
+    "offload": offload,
+    "hybrids": hybrids,
 }
 
 

@@ -2,10 +2,12 @@
 
     python benchmarks/train.py --shape qwen2.5-1.5b --pairs 128 --pack-length 16384 [--mode none] [--weights ...]
     python benchmarks/train.py --shape llama3.1-8b --pairs 128 --lora 16 [--quantization nf4] [--repeats 3] [--limit-gib 16]
+    python benchmarks/train.py --shape olmoe-1b-7b --pairs 128 --weights bfloat16_stochastic --state-dtype bfloat16
 
 Lengths are log-normal (prompt mean 200, completions mean 250, sigma 0.7, total at most 2,048), the same for every
 system and seed; `--data FILE` reads pairs as token ids instead, one JSON object per line with prompt_ids, chosen_ids and
 rejected_ids. Prints a table and, as its last line, one JSON object. `--profile` adds where the time of a step goes.
+In a mixture of experts, "useful" counts the experts that a token is sent to.
 `--repeats` times the same steps several times in one process, for a median. `--limit-gib` limits the memory that torch may take,
 as on a smaller card: a run that needs more fails.
 The times are meaningful only on a GPU; without one, float32 weights are computed in float32.
@@ -28,7 +30,7 @@ import numpy as np
 import torch
 import transformers
 from float8 import compute_in_float8
-from made_model import SHAPES, WARM_UP
+from made_model import SHAPES, WARM_UP, Shape
 from options import options_of
 from random_weights import adapter_settings, random_model, require_quantization
 
@@ -160,6 +162,20 @@ def add_adapters(model: Any, dim: int, *, joined: bool) -> None:
         join_adapters(model)
 
 
+def num_active_weights(model: Any, shape: Shape) -> float:
+    """Return how many weights of the layers a token is multiplied with: of experts, only those that it is sent to."""
+
+    def share(name: str) -> float:
+        return shape.active_experts if ".experts." in f".{name}" else 1.0
+
+    return sum(
+        share(name) * (p.numel() if p.is_floating_point() else 2 * p.numel())  # nf4: two weights in a byte
+        for layer in decoder_layers(model)
+        for name, p in layer.named_parameters()
+        if "lora_" not in name
+    )
+
+
 @dataclass
 class Bench:
     """A model, its optimizer and its packer; everything is compiled before the clock starts."""
@@ -171,7 +187,7 @@ class Bench:
     store: PairsInMemory
     config: Config
     optimizer: Any
-    num_trunk: int
+    num_trunk: float
 
     @property
     def device(self) -> torch.device:
@@ -256,12 +272,7 @@ def prepared(o: argparse.Namespace) -> Bench:
     packer = Packer(store.as_store(), sizes, lengths, arrangement, o.packs, "first_fit_decreasing")
     tell("making the model")
     policy = made_policy(o, ranks.device)
-    num_trunk = sum(
-        p.numel() if p.is_floating_point() else 2 * p.numel()  # nf4: two weights in a byte
-        for layer in decoder_layers(policy.model)
-        for n, p in layer.named_parameters()
-        if "lora_" not in n
-    )
+    num_trunk = num_active_weights(policy.model, SHAPES[o.shape])
     if o.checkpointing != "none":
         recompute(policy, o.checkpointing)
     shard(

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from models import VOCABULARY, plain_token_logps, tiny_model
 from transformers import __version__
@@ -175,3 +176,16 @@ def convolution_by_torch(x, weight, bias=None, *, activation=None):
     padded = torch.nn.functional.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
     out = torch.nn.functional.conv1d(padded, weight[:, None], bias, groups=weight.shape[0]).transpose(1, 2)
     return (out if activation is None else ACT2FN[activation](out)), None
+
+
+def assert_same_training(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """Compare the training records of two runs whose rounding differs: the losses move, and they and the gradients agree.
+
+    The gradient of the first step is of the same weights. The losses may differ by a fifth of how far they moved.
+    """
+    losses = [[line["loss"] for line in lines] for lines in (found, wanted)]
+    moved = max(abs(loss - losses[1][0]) for loss in losses[1])
+    assert moved > 0.01, f"the losses hardly move, so comparing them says nothing: {losses[1]}"
+    assert losses[0] == pytest.approx(losses[1], abs=0.2 * moved)
+    assert found[0]["grad_norm"] == pytest.approx(wanted[0]["grad_norm"], rel=0.05)
+    assert [line["grad_norm"] for line in found] == pytest.approx([line["grad_norm"] for line in wanted], rel=0.2)

@@ -1,10 +1,14 @@
-"""Folders with the configuration of real models and a small tokenizer, without weights."""
+"""Folders with the configuration of real models and a small tokenizer, without weights; the pairs of the benchmarks."""
 
 import json
 import shutil
 from pathlib import Path
 
+import numpy as np
+
 from tandem.model.files.tiny import tiny_tokenizer
+from tandem.packing.distribution import row_cost
+from tandem.planning.speed import ModelSize, Work
 
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 SHAPES = {
@@ -27,3 +31,15 @@ def model_folder(shape: str, folder: Path) -> Path:
     described |= {"max_position_embeddings": 8192}
     (folder / "config.json").write_text(json.dumps(described), encoding="utf-8")
     return folder
+
+
+def measured_pairs(size: ModelSize, num: int = 4096) -> Work:
+    """Pairs with the lengths of the benchmark: log-normal, prompts of 200 tokens, completions of 250, at most 2,048 together."""
+    rng = np.random.default_rng(0)
+    means = np.array([200, 250, 250])
+    lengths = np.maximum(4, rng.lognormal(np.log(means) - 0.7**2 / 2, 0.7, (num, 3)).astype(np.int64))
+    lengths = lengths[lengths[:, 0] + lengths[:, 1:].max(1) <= 2048]
+    prompts, completions = lengths[:, 0], lengths[:, 1:].ravel()
+    cost = row_cost(prompts, completions, np.full(len(prompts), 2), hidden_size=size.hidden).sum()
+    tokens = lengths.sum() / len(lengths)
+    return Work(tokens, completions.sum() / len(lengths), attention=cost / len(lengths) / tokens, fill=0.99)

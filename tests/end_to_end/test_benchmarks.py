@@ -2,14 +2,18 @@
 
 import json
 import sys
+import time
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from killing import Ended
 from models import MODEL
 from scripts import ROOT, run_script
+from transformers import AutoModelForCausalLM
 
 from tandem.config.keys import with_table
 from tandem.embedded.files import TRAIN
@@ -99,6 +103,7 @@ def test_head(bench):
         ),
         ("--pack-length", 128, "--lora", 2, "--no-sharing", "--checkpointing", "selective", "--deterministic"),
         ("--mode", "none", "--longest", 64),
+        ("--pack-length", 128, "--shape", "tiny-moe"),
         pytest.param(
             ("--pack-length", 128, "--lora", 2, "--quantization", "nf4", "--checkpointing", "full"),
             marks=pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes"),
@@ -357,6 +362,31 @@ def test_start(bench, pairs, tmp_path):
         assert any(text.startswith("step 1/") for _, text in one["lines"])
 
 
+@pytest.fixture
+def benchmarks_on_the_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def test_of_experts_only_those_that_a_token_is_sent_to_count_as_useful(benchmarks_on_the_path):
+    train, made = import_module("train"), import_module("made_model")
+    shape = made.SHAPES["tiny-moe"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(made.config_of("tiny-moe"))
+    attention = 128 * (128 + 64 + 64 + 128) + 2 * 32  # with norms of queries and keys
+    layer = attention + 2 * (3 * 128 * 64) + 8 * 128 + 2 * 128  # two of eight experts, the router, two norms
+    assert train.num_active_weights(model, shape) == 2 * layer
+
+
+@pytest.mark.slow
+def test_limited_runs_the_command_and_reads_its_steps(benchmarks_on_the_path, tmp_path):
+    limited = import_module("limited")
+    given = [f"run.dir={tmp_path}/run", "policy.max_total_sequence_length=256", *limited.SETTINGS]
+    assert limited.run_tandem([*given, "policy.train_global_batch_size=2", "dpo.max_num_steps=2"]) == 0
+    assert [one["step"] for one in limited.steps_of(tmp_path / "run")] == [1, 2]
+    assert limited.run_tandem(["no.such_key=1"]) == 2
+    assert limited.steps_of(tmp_path / "none") == []
+
+
 @pytest.mark.slow
 def test_precision(bench, pairs, tmp_path):
     chosen = ("--precisions", "float32", "float32, products in float8", "--seeds", 1)
@@ -396,6 +426,7 @@ def test_curve_of_tandem(bench, pairs, tmp_path, adapters):
             [],
             "versus_trl.py: error: TRL is timed with Liger's kernels, which need a GPU, and there is none\n",
         ),
+        ("limited", ["--limit-gib", 8], "limited.py: error: --limit-gib is of a GPU, and there is none\n"),
         ("pinned_memory", [], "pinned_memory.py: error: memory is pinned for a GPU, and there is none\n"),
         ("train", ["--profile"], "train.py: error: --profile is of a GPU, and there is none\n"),
     ],
@@ -456,6 +487,73 @@ def test_a_trl_script_reports_that_its_interpreter_has_no_trl(bench, name, argum
     assert bench(name, *arguments) == Ended(1, "", message)
 
 
+@pytest.mark.skipif(find_spec("unsloth") is not None, reason="Unsloth is installed here")
+def test_without_unsloth_the_message_says_what_to_install(bench):
+    ended = bench("unsloth_steps", "--shape", "tiny", "--data", "none")
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err.startswith(f"{sys.executable}: not installed: unsloth")
+    assert ended.err.endswith(
+        "Run this with a Python that has them, in an environment of its own: pip install unsloth.\n"
+    )
+
+
+def test_unsloth_gets_the_adapters_and_batches_of_the_other_sides(benchmarks_on_the_path, token_pairs):
+    steps = import_module("unsloth_steps")
+    common = ["--shape", "tiny", "--data", str(token_pairs), "--lora", "4", "--pairs", "8", "--steps", "2"]
+    o = steps.parsed([*common, "--repeats", "2", "--quantization", "nf4"])
+    loading = steps.loading_arguments(o, Path("model"), "bfloat16")
+    assert (loading["model_name"], loading["load_in_4bit"], loading["load_in_16bit"]) == ("model", True, False)
+    assert steps.loading_arguments(steps.parsed(common), Path("model"), "bfloat16")["load_in_16bit"]
+    adapters = steps.adapter_arguments(o)
+    assert (adapters["r"], adapters["lora_alpha"], len(adapters["target_modules"])) == (4, 8, 7)
+    settings = steps.trainer_settings(o, 2)
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps")
+    assert [settings[name] for name in names] == [2, 4, 6]  # two steps to warm up, two times two to time
+    distinct, order = steps.rows_of(o)
+    assert order == [*range(32), *range(16, 32)]
+    lengths = [steps.padded_length(row) for row in distinct]
+    assert all(lengths[at : at + 8] == sorted(lengths[at : at + 8], reverse=True) for at in range(0, 32, 8))
+
+
+TRL_IS_HERE = pytest.mark.skipif(find_spec("trl") is None or find_spec("datasets") is None, reason="needs TRL")
+
+
+@TRL_IS_HERE
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--lora", 2),
+        ("--lora", 2, "--repeats", 2),
+        ("--stock",),
+        pytest.param(
+            ("--lora", 2, "--quantization", "nf4"),
+            marks=pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes"),
+        ),
+    ],
+    ids=lambda options: " ".join(map(str, options)) or "plain",
+)
+def test_trl_steps(bench, token_pairs, options):
+    given = ("--shape", "tiny", "--data", token_pairs, "--micro-batch", 2, "--accumulate", 2, "--steps", 2)
+    result = last_line(bench("trl_steps", *given, *options))
+    assert result["pairs_per_second"] > 0
+    assert len(result["each"]) == (2 if "--repeats" in options else 1)
+    # Of a pair, both sequences are computed in full, padded to the longest of the micro-batch.
+    assert 1 < result["computed_per_unique_token"] < 3
+
+
+@TRL_IS_HERE
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", [(), ("--lora", 4, "--rate", "1e-4")], ids=["all weights", "adapters"])
+def test_curve_of_trl(bench, pairs, tmp_path, adapters):
+    own = ("--model", MODEL, "--data", pairs, "--systems", "TRL", "--seeds", 1, "--steps", 2, *adapters)
+    ended = bench("curve", *own, "--folder", tmp_path, "--micro-batch", 8, PYTHONPATH=":".join(sys.path))
+    (points,) = last_line(ended)["curves"]["TRL"]
+    assert [point["step"] for point in points] == [0, 2, 2]
+    assert points[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
+
+
 def test_a_missing_file_is_reported_by_name(bench):
     ended = bench("plots", "none.jsonl", "--step", "step.svg")
     assert (ended.code, ended.err.splitlines()[-1]) == (2, "plots.py: error: none.jsonl: there is no such file")
@@ -468,3 +566,86 @@ def test_hybrids_are_timed_packed_and_unpacked(bench):
     results = [json.loads(line) for line in ended.out.splitlines() if line.startswith("{")]
     assert [one["way"] for one in results] == ["packed", "packed, not compiled", "unpacked"]
     assert all(one["pairs_per_second"] > 0 for one in results)
+
+
+# A session on a GPU, with commands that stand for benchmarks
+
+
+def jobs_file(folder: Path, **commands: str) -> Path:
+    """A job per name; each command is Python code. The names are in the order of the keyword arguments."""
+    jobs = [
+        {"name": name, "part": number + 1, "seconds": 20, "command": ["{python}", "-c", code]}
+        for number, (name, code) in enumerate(commands.items())
+    ]
+    path = folder / "jobs.json"
+    path.write_text(json.dumps(jobs))
+    return path
+
+
+def recorded(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "out/results.jsonl").read_text().splitlines()]
+
+
+PRINTS = 'print("compiling"); print(\'{"pairs_per_second": 7}\')'
+
+
+def test_a_session_keeps_results_and_a_second_call_runs_only_what_failed(bench, tmp_path):
+    once = f"import os, sys; open('{tmp_path}/runs', 'a').write('x'); print('no memory'); sys.exit(3)"
+    given = ("--out", "out", "--jobs", jobs_file(tmp_path, works=PRINTS, fails=once))
+    ended = bench("gpu_session", *given)
+    assert ended.code == 1
+    assert [line.split(",")[0] for line in ended.out.splitlines()] == ["works: exit code 0", "fails: exit code 3"]
+    works, fails = recorded(tmp_path)
+    assert (works["results"], works["last_lines"]) == ([{"pairs_per_second": 7}], ["compiling"])
+    assert (fails["exit_code"], fails["last_lines"]) == (3, ["no memory"])
+    again = bench("gpu_session", *given)
+    assert again.out.splitlines()[0] == "works: done"
+    assert (tmp_path / "runs").read_text() == "xx"
+    assert [one["name"] for one in recorded(tmp_path)] == ["works", "fails", "fails"]
+
+
+def test_a_session_reads_results_of_earlier_ones_although_a_line_was_cut_off(bench, tmp_path):
+    earlier = written(tmp_path / "earlier.jsonl", [{"name": "first", "exit_code": 0}])
+    with earlier.open("a") as file:
+        file.write('{"name": "second", "exit_co')
+    jobs = jobs_file(tmp_path, first=PRINTS, second=PRINTS)
+    assert bench("gpu_session", "--out", "out", "--jobs", jobs, "--done", earlier).code == 0
+    assert [one["name"] for one in recorded(tmp_path)] == ["second"]
+
+
+def test_a_session_ends_a_benchmark_and_its_processes_at_the_limit(bench, tmp_path):
+    left = tmp_path / "left"
+    child = f"import time; time.sleep(4); open('{left}', 'w').close()"
+    hangs = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    jobs = jobs_file(tmp_path, hangs=hangs, works=PRINTS)
+    jobs.write_text(jobs.read_text().replace('"seconds": 20', '"seconds": 0.5', 1))
+    ended = bench("gpu_session", "--out", "out", "--jobs", jobs)
+    assert ended.out.startswith("hangs: ran past its limit, ")
+    assert [one["exit_code"] for one in recorded(tmp_path)] == [None, 0]
+    time.sleep(4)
+    assert not left.exists()
+
+
+def test_a_session_starts_nothing_that_the_budget_or_the_part_leaves_out(bench, tmp_path):
+    jobs = jobs_file(tmp_path, first=PRINTS, second=PRINTS)
+    ended = bench("gpu_session", "--out", "out", "--jobs", jobs, "--part", 2, "--budget", 10)
+    assert ended.code == 0
+    assert ended.out.startswith("second: left out, takes about 20 s and ")
+    assert not (tmp_path / "out/results.jsonl").exists()
+
+
+def test_every_benchmark_of_a_session_is_a_script_with_these_options(benchmarks_on_the_path, bench, tmp_path):
+    session = import_module("gpu_session")
+    names = [job.name for job in session.JOBS]
+    assert len(set(names)) == len(names)
+    assert [job.part for job in session.JOBS] == sorted(job.part for job in session.JOBS)
+    for part in {job.part for job in session.JOBS}:
+        assert sum(job.seconds for job in session.JOBS if job.part == part) <= 590
+    for job in session.JOBS:
+        script = Path(job.command[1])
+        if job.command[1] != "-m":
+            known = bench(script.stem, "--help").out
+            assert all(word in known for word in job.command[2:] if word.startswith("--")), job.name
+    ended = bench("gpu_session", "--out", "out", "--list", "--only", "135m 49152", "limited 1.5b")
+    assert ended.out.splitlines()[0] == "limited 1.5b: left out, needs --tokenizer, --data"
+    assert ended.out.splitlines()[1].startswith("part 6, about 60 s, 135m 49152: ")

@@ -1,5 +1,6 @@
 """Runs with compiled layers: nothing compiles after the first step, and what models of several kinds train and export."""
 
+import gc
 import math
 import shutil
 from pathlib import Path
@@ -10,10 +11,12 @@ import torch
 from compiling import graphs_during_a_run
 from models import model_folder
 from multimodal import multimodal_folder, stored_tensors
-from running import few_pairs, metrics_of, short_run
+from running import SHORT, few_pairs, metrics_of, short_run
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tandem.config.load import load_config
 from tandem.model.files.tiny import tiny_model
+from tandem.planning.plan import plan
 
 pytestmark = pytest.mark.gpu
 # FlexAttention needs a head dimension of at least 16.
@@ -74,7 +77,15 @@ def test_modules_that_adapters_train_in_full_start_at_the_base_model_within_the_
     folder = model_folder(tmp_path / "start", "llama", hidden_size=256, intermediate_size=512, head_dim=64)
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
     given = [f"policy.model_name={folder}", few_pairs(tmp_path), LORA, "policy.optimizer.kwargs.lr=1e-3"]
-    run = short_run(tmp_path / "run", *given, *settings, "dpo.val_at_end=true", "data.validation_share=0.2")
+    given += [*settings, "dpo.val_at_end=true", "data.validation_share=0.2"]
+    expected = plan(load_config(None, [*SHORT, f"run.dir={tmp_path}/run", *given])).memory
+    gc.collect()  # what the tests before have left
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run = short_run(tmp_path / "run", *given)
+    peak = torch.cuda.max_memory_allocated() - held
+    # The estimate of logits is for large vocabularies. What stays, such as weights and states, is there in any case.
+    assert expected.total - expected.head - expected.activations < 1.1 * peak < 1.1 * expected.total
     lines = metrics_of(run)
     assert abs(lines[0]["loss"] - math.log(2)) < 2e-3
     assert lines[-1]["loss"] < lines[0]["loss"]

@@ -9,6 +9,7 @@ import torch
 from hybrids import (
     HYBRIDS,
     alone,
+    assert_same_training,
     computed,
     gradient_difference,
     hybrid_settings,
@@ -86,7 +87,11 @@ def test_compiled_layers_with_flex_attention_equal_each_sequence_alone(architect
 
 @pytest.mark.parametrize("scan", STATES)
 def test_a_kernel_computes_the_same_as_torch_with_all_gradients(scan):
-    """Every kernel that flash-linear-attention has, at the sizes of real models; one that this GPU cannot run is skipped."""
+    """Every kernel that flash-linear-attention has, at the sizes of real models.
+
+    A kernel that refuses this GPU is not used, which is not a failure. One that runs and is wrong is a failure, although it is
+    not used either: tandem may call it wrongly. Skipped if all refuse.
+    """
     if reason := missing_package():
         pytest.skip(reason)
     outcomes = {}
@@ -98,10 +103,10 @@ def test_a_kernel_computes_the_same_as_torch_with_all_gradients(scan):
     wrong = {name: reason for name, reason in outcomes.items() if "is off by" in reason}
     chosen = usable_kernels(scan, STATES[scan], CUDA, torch.bfloat16)
     assert (chosen.scan is None) == all(outcomes.values())
+    assert not wrong
     if chosen.scan is None:
         pytest.skip(chosen.reason)
-    if wrong:
-        pytest.skip(f"not used: {wrong}")
+    assert outcomes[chosen.scan.__name__] == ""
 
 
 @pytest.mark.parametrize("architecture", ["granitemoehybrid", "bamba", "qwen3_5_text", "qwen3_next"])
@@ -135,8 +140,9 @@ def test_a_packed_run_has_the_losses_of_the_unpacked_run(architecture, tmp_path)
     settings = {**hybrid_settings(architecture), **LARGER[architecture]}
     model = model_folder(tmp_path / "model", architecture, **settings)
     given = [few_pairs(tmp_path), f"policy.model_name={model}", "policy.max_total_sequence_length=512"]
-    given += ["policy.precision=bfloat16", "dpo.max_num_steps=3", "policy.optimizer.kwargs.lr=1e-3"]
+    # At this rate the losses of three steps move by far more than bfloat16 rounds.
+    given += ["policy.precision=bfloat16", "dpo.max_num_steps=3", "policy.optimizer.kwargs.lr=1e-2"]
     packed = short_run(tmp_path / "packed", *given)
     unpacked = short_run(tmp_path / "unpacked", *given, "policy.packing.mode=none", "policy.compile=false")
-    losses = [[line["loss"] for line in metrics_of(run)] for run in (packed, unpacked)]
-    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+    lines = [metrics_of(run) for run in (packed, unpacked)]
+    assert_same_training(*lines)

@@ -92,7 +92,7 @@ def _parts(need: MemoryNeed, length: int, together: int) -> str:
         "bfloat16 copy": need.bfloat16_copy,
         "reference": need.reference,
         f"activations in {several}rows of {length:,} tokens": need.activations,
-        "logits": need.head,
+        "logits and head gradient": need.head,
         "gathered weights": need.gathered,
     }
     return ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.config.schema import Config
-from tandem.model.architecture import NUMBERS_OF_EXPERTS, decoder_layers, has_layer_list
+from tandem.model.architecture import NUMBERS_OF_EXPERTS, architecture_of, decoder_layers, has_layer_list
 from tandem.planning.cards import Card, find_card
 from tandem.training.memory import BUSY_TOKENS_TIMES_WEIGHTS
 
@@ -23,6 +23,9 @@ RECOMPUTED_SPEED = {"none": 1.0, "selective": 0.91, "full": 0.82}
 INT8_STATES_SPEED = 0.98
 LORA_SPEED = 1.28  # 1.23 at 1.5 billion weights, 1.33 at 8 billion
 DETERMINISTIC_SPEED = 0.96
+# Time of a layer with a recurrent scan beyond that of another layer of its size, as a share of the latter. From one run, of
+# Granite 4's 1B, 36 of whose 40 layers have scans (benchmarks/results/hybrids.jsonl).
+SCAN_TIME = 1.0
 FORWARD_SPEED = 3.0  # a pass without gradients, compared with training
 # The range of times, as factors of the estimate: on the measured card, and on cards whose speed is computed from their peak.
 MEASURED_RANGE, COMPUTED_RANGE = (0.85, 1.25), (0.75, 1.7)
@@ -41,6 +44,7 @@ class ModelSize:
     )
     hidden: int
     vocabulary: int
+    scans: float = 0.0  # share of the layers that have a recurrent scan
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,9 @@ def size_of(model: Any) -> ModelSize:
         for name, parameter in layer.named_parameters()
     )
     num_weights = sum(parameter.numel() for parameter in model.parameters())
-    return ModelSize(num_weights, num_trunk, text.hidden_size, text.vocab_size)
+    architecture = architecture_of(model.config, type(model))
+    recurrent = sum(one in ("recurrent", "both") for one in architecture.layers or ()) if architecture.scan else 0
+    return ModelSize(num_weights, num_trunk, text.hidden_size, text.vocab_size, scans=recurrent / len(layers))
 
 
 def training_seconds(size: ModelSize, work: Work, row_tokens: int, config: Config, card: Card) -> float:
@@ -107,7 +113,7 @@ def training_seconds(size: ModelSize, work: Work, row_tokens: int, config: Confi
     speed *= LORA_SPEED if policy.lora.enabled else 1.0
     speed *= DETERMINISTIC_SPEED if config.run.deterministic else 1.0
     assert card.tflops is not None
-    computed = useful_flops(size, work) * work.attention / work.fill
+    computed = useful_flops(size, work) * (work.attention + SCAN_TIME * size.scans) / work.fill
     return computed / (share * speed * card.tflops * 1e12)
 
 

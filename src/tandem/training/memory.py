@@ -36,9 +36,10 @@ SHARDED_ROW_TOKENS = 8192
 # The share of a GPU's memory that the estimate may use. The rest is for memory that the estimate does not include.
 USABLE_SHARE = 0.85
 # Activations that a layer keeps for the backward pass, as multiples of its hidden and intermediate sizes; fitted to runs of
-# three model shapes. KEPT_SHARE: the share of them that is kept with each kind of activation checkpointing.
-KEPT_PER_HIDDEN, KEPT_PER_INTERMEDIATE = 8.0, 3.2
-KEPT_SHARE = {"none": 1.0, "selective": 0.45, "full": 0.1}
+# four model shapes that differ only in the length of packs (benchmarks/results/train.jsonl and small_models.jsonl).
+# KEPT_SHARE: the share of them that is kept with each kind of activation checkpointing.
+KEPT_PER_HIDDEN, KEPT_PER_INTERMEDIATE = 7.2, 2.9
+KEPT_SHARE = {"none": 1.0, "selective": 0.42, "full": 0.11}
 # Bytes per entry of a dense mask: as booleans, and as the numbers that attention adds to its scores.
 MASK_FLAG_BYTES, MASK_NUMBER_BYTES = 1, 4
 GRADIENT_BYTES = 4  # gradients are summed in float32
@@ -78,7 +79,7 @@ class MemoryEstimate:
     num_weights: int
     parts: FixedMemory
     per_token: float
-    head: float = LOGITS_BYTES
+    head: float = LOGITS_BYTES  # chunks of logits, and the head's gradient before it is added; both are small on a CPU
     context: int = 1  # the ranks that divide every row among them
     gathered: float = 0  # of several ranks: weights that are gathered, and gradients before they are divided
 
@@ -110,7 +111,7 @@ def estimate_memory(
             width = source.config.get_text_config().hidden_size
             per_token += (width + len(lora.tokens.ids)) * _itemsize(precision)
     per_token = (per_token + _recurrent_bytes_per_token(source.config, policy, precision, device)) / mesh.context
-    head = LOGITS_BYTES if device.type == "cuda" else 0  # chunks of logits are small on a CPU
+    head = _head_bytes(source.config.get_text_config(), lora) if device.type == "cuda" else 0
     parts = _fixed_memory(num, policy, lora, precision, mesh)
     gathered = 0.0
     if mesh.num_ranks > 1:
@@ -320,6 +321,11 @@ def _fixed_memory(
 def _bytes_per_token(config: Any, policy: PolicyConfig, precision: str) -> float:
     kept = KEPT_PER_HIDDEN * config.hidden_size + KEPT_PER_INTERMEDIATE * feed_forward_width(config)
     return config.num_hidden_layers * KEPT_SHARE[policy.activation_checkpointing] * kept * _itemsize(precision)
+
+
+def _head_bytes(config: Any, lora: LoraPlan | None) -> float:
+    """Return the bytes of a chunk of logits, and of the head's gradient of one row, which is in float32 until it is added."""
+    return LOGITS_BYTES + (4 * config.vocab_size * config.hidden_size if lora is None else 0)
 
 
 def _itemsize(precision: str) -> int:

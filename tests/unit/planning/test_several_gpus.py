@@ -158,9 +158,8 @@ def test_ranks_divide_weights_gradients_and_states_and_gather_two_layers(on_eigh
     assert (memory.weights, memory.gradients) == (num / 2, num / 2)  # 4 bytes each, of an eighth
     assert (memory.optimizer_states, memory.bfloat16_copy) == (num, 0)
     layer, others = (num - 2 * 128_256 * 4096 - 4096) / 32, 2 * 128_256 * 4096 + 4096
-    # In bfloat16: two layers, embeddings and head, and gradients of a layer, of embeddings and of the head.
-    # In float32: gradients of a layer.
-    assert memory.gathered == pytest.approx(2 * (2 * layer + others) + (2 + 4) * layer + 2 * others)
+    # In bfloat16: two layers, embeddings and head. In bfloat16 and float32: gradients of a layer, of embeddings and of the head.
+    assert memory.gathered == pytest.approx(2 * (2 * layer + others) + (2 + 4) * (layer + others))
     assert memory.total == pytest.approx(2 * num + memory.activations + memory.head + memory.gathered)
 
 

@@ -3,14 +3,12 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-from shapes import model_folder
+from shapes import measured_pairs, model_folder
 
 from tandem.config.schema import Config
 from tandem.model.files.source import find_source
 from tandem.model.load import empty_model
-from tandem.packing.distribution import row_cost
 from tandem.planning.cards import Card, find_card
 from tandem.planning.speed import (
     COMPUTED_RANGE,
@@ -58,18 +56,6 @@ def sizes(tmp_path_factory) -> dict[str, ModelSize]:
         find_source("policy.model_name", str(model_folder(n, folder / n)), None, needs_weights=False) for n in names
     ]
     return dict(zip(names, map(size_of, map(empty_model, sources)), strict=True))
-
-
-def measured_pairs(size: ModelSize, num: int = 4096) -> Work:
-    """Pairs with the lengths of the benchmark: log-normal, prompts of 200 tokens, completions of 250, at most 2,048 together."""
-    rng = np.random.default_rng(0)
-    means = np.array([200, 250, 250])
-    lengths = np.maximum(4, rng.lognormal(np.log(means) - 0.7**2 / 2, 0.7, (num, 3)).astype(np.int64))
-    lengths = lengths[lengths[:, 0] + lengths[:, 1:].max(1) <= 2048]
-    prompts, completions = lengths[:, 0], lengths[:, 1:].ravel()
-    cost = row_cost(prompts, completions, np.full(len(prompts), 2), hidden_size=size.hidden).sum()
-    tokens = lengths.sum() / len(lengths)
-    return Work(tokens, completions.sum() / len(lengths), attention=cost / len(lengths) / tokens, fill=0.99)
 
 
 def test_the_sizes_of_a_model_are_those_of_its_layers(sizes):

@@ -94,7 +94,7 @@ def row(shape, monkeypatch, *, card=139, num_ranks=1, **settings):
         # smaller ones take longer rows, to keep the GPU busy
         ("0.5B", 139, {}, 32768),
         ("135M", 139, {}, 65536),
-        ("135M", 24, {}, 16384),
+        ("135M", 24, {}, 32768),
     ],
 )
 def test_the_longest_row_that_fits_is_taken(shape, card, settings, tokens, monkeypatch):
@@ -115,13 +115,13 @@ def test_the_estimate_is_near_what_was_measured(shape, card, settings, tokens, m
     found = row(shape, monkeypatch, card=card, **settings)
     assert found.tokens == tokens
     expected = float(found.reason.split()[3])
-    assert expected == pytest.approx(measured, rel=0.12)
+    assert expected == pytest.approx(measured, rel=0.06)
 
 
 def test_the_reason_for_a_row_length_is_given(monkeypatch):
-    assert row("0.5B", monkeypatch).reason == "expected to need 44 of 139 GiB; longer rows gain little"
-    assert row("1.5B", monkeypatch).reason == "expected to need 63 of 139 GiB; longer rows gain little"
-    assert row("8B", monkeypatch, **FEW_BITS).reason == "expected to need 115 of 139 GiB; longer rows would not fit"
+    assert row("0.5B", monkeypatch).reason == "expected to need 41 of 139 GiB; longer rows gain little"
+    assert row("1.5B", monkeypatch).reason == "expected to need 60 of 139 GiB; longer rows gain little"
+    assert row("8B", monkeypatch, **FEW_BITS).reason == "expected to need 113 of 139 GiB; longer rows would not fit"
 
 
 def test_rows_of_a_batch_are_not_so_short_that_the_gpu_would_wait(monkeypatch):
@@ -134,7 +134,7 @@ def test_ranks_that_share_weights_take_longer_rows_because_they_gather_weights_f
     assert row("8B", monkeypatch, num_ranks=8, **FEW_BITS).shortest == 8_192
     assert row("8B", monkeypatch, num_ranks=8, card=48, **FEW_BITS).shortest == 4_096  # no longer row fits
     assert row("135M", monkeypatch, num_ranks=8).shortest == 65_536
-    assert row("135M", monkeypatch, card=24).shortest == 16_384
+    assert row("135M", monkeypatch, card=24).shortest == 32_768
 
 
 def test_a_set_packed_once_is_packed_the_same_on_every_gpu(monkeypatch):
@@ -236,10 +236,11 @@ def test_ranks_need_memory_for_what_they_gather_whatever_the_length_of_rows():
     one, two = (need_of("8B", Policy(), num_ranks) for num_ranks in (1, 2))
     layer = (two.num_weights - 2 * 128_256 * 4096 - 4096) / 32
     others = 2 * 128_256 * 4096 + 4096
-    # bfloat16: two layers, all else, and gradients of a layer and of all else; float32: the gradients of a layer.
-    assert two.gathered == pytest.approx(2 * (2 * layer + others) + 6 * layer + 2 * others)
-    assert (one.gathered, one.temporary(0)) == (0, 2 * GIB)
-    assert two.temporary(100) - 100 * two.per_token == pytest.approx(2 * GIB + two.gathered)
+    # bfloat16: two layers and all else; bfloat16 and float32: gradients of a layer and of all else.
+    assert two.gathered == pytest.approx(2 * (2 * layer + others) + 6 * layer + 6 * others)
+    head = 2 * GIB + 4 * 128_256 * 4096  # a chunk of logits, and the head's gradient before it is added
+    assert (one.gathered, one.temporary(0)) == (0, head)
+    assert two.temporary(100) - 100 * two.per_token == pytest.approx(head + two.gathered)
 
 
 @pytest.mark.parametrize("keeps_gathered", [False, True])
@@ -254,7 +255,7 @@ def test_sharded_weights_need_the_memory_that_was_measured(keeps_gathered):
         source, policy, torch.device("cuda"), lora=None, precision="bfloat16", mesh=MeshShape(replicate=2)
     )
     for peak in peaks:
-        assert (need.fixed + need.temporary(16384)) / GIB == pytest.approx(peak, rel=0.02)
+        assert (need.fixed + need.temporary(16384)) / GIB == pytest.approx(peak, rel=0.035)
     assert peaks
 
 
@@ -283,8 +284,8 @@ def test_a_run_that_cannot_fit_is_refused_before_weights_load(monkeypatch):
     with pytest.raises(OutOfMemoryError) as refused:
         refuse_certain_overflow(need_of("8B", policy), *of_rows(2048), policy, card)
     assert str(refused.value) == (
-        "the run needs about 146 GiB and the GPU has 140: weights, gradients and optimizer states 135, activations in rows "
-        "of 2,048 tokens 12. To use less memory, try policy.optimizer.state_dtype=int8; then policy.weights=bfloat16_stochastic, "
+        "the run needs about 147 GiB and the GPU has 140: weights, gradients and optimizer states 135, activations in rows "
+        "of 2,048 tokens 13. To use less memory, try policy.optimizer.state_dtype=int8; then policy.weights=bfloat16_stochastic, "
         "policy.lora.enabled=true, more GPUs, policy.packing.pack_length below 2048 (rows may be as short as the longest "
         "preference), policy.activation_checkpointing=selective."
     )
@@ -316,7 +317,7 @@ def test_memory_is_checked_without_a_gpu_too(monkeypatch):
     refuse_certain_overflow(need_of("135M", policy, device="cpu"), *of_rows(1024), policy, cpu)
     with pytest.raises(OutOfMemoryError) as refused:
         refuse_certain_overflow(need_of("135M", policy, device="cpu"), *of_rows(65_536), policy, cpu)
-    assert str(refused.value).startswith("the run needs about 37 GiB and this machine has 4: weights, gradients and ")
+    assert str(refused.value).startswith("the run needs about 34 GiB and this machine has 4: weights, gradients and ")
 
 
 def test_masks_larger_than_the_memory_are_refused_before_weights_load(monkeypatch):

@@ -29,13 +29,13 @@ class Layers:
         """Return the bytes that a rank of several needs for weights that it gathers, and for gradients before they are divided.
 
         Two layers are gathered at a time, one of them in advance, and all weights outside of layers; with `keeps_gathered`, all
-        weights. Of one layer and of the head, the gradients are there in full, a layer's also in float32.
+        weights. Of one layer and of the head, the gradients are there in full, also in float32.
         `itemsize`: of a gathered weight. `num_trained`: weights with gradients.
         """
         layers = self.num_layers if keeps_gathered else min(2, self.num_layers)
         weights = itemsize * (layers * self.weights_per_layer + self.other_weights)
         trained = num_trained / self.num_weights
-        gradients = (itemsize + 4) * self.weights_per_layer + itemsize * self.other_weights
+        gradients = (itemsize + 4) * (self.weights_per_layer + self.other_weights)
         return weights + trained * gradients
 
 
