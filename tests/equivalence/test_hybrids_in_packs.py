@@ -52,7 +52,7 @@ def test_repeated_prompts_equal_each_sequence_alone(architecture):
     assert_same(computed(model, as_policy(model), pack), alone(model, rows))
 
 
-@pytest.mark.parametrize("architecture", ONE_OF_EACH)
+@pytest.mark.parametrize("architecture", [*ONE_OF_EACH, *(name for name in ["kimi_linear"] if name in HYBRIDS)])
 def test_functions_with_the_signature_of_the_kernels_equal_each_sequence_alone(architecture):
     rows = two_rows()
     model = tiny_hybrid(architecture)
