@@ -91,7 +91,6 @@ TEXT_MODELS = {
     "minicpmv4_6": "model.language_model",
     "minimax_m3_vl": "model.language_model",
     "mistral3": "model.language_model",
-    "mistral_large4": "model.language_model",
     "mllama": "model.language_model",
     "ovis2": "model.language_model",
     "paddleocr_vl": "model.language_model",
