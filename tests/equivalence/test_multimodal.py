@@ -29,7 +29,7 @@ from tandem.training.memory import estimate_memory
 CPU = torch.device("cpu")
 OTHER_PARTS = (
     *("vision", "visual", "vit.", "audio", "tower", "projector", "connector", "aligner", "merger", "image_newline"),
-    *("patch_merge_mlp", "mlp_AR"),  # as weight files name them
+    *("patch_merge_mlp", "mlp_AR", "mlp1."),  # as weight files name them
 )
 TWO_STEPS = ["policy.max_total_sequence_length=256", "policy.optimizer.kwargs.lr=1e-2", "dpo.max_num_steps=2"]
 UNPACKED = [name for name in (*FAMILIES, *OTHER_TYPES) if table()[name][0] != "exact"]
@@ -107,9 +107,7 @@ def assert_exported(base: Path, folder: Path, *, dtype: torch.dtype = torch.bflo
     complete_model(folder)
 
 
-@pytest.mark.parametrize("as_in_model", [False, pytest.param(True, marks=slow)])
-@pytest.mark.parametrize("family", SOME)
-def test_a_run_exports_the_complete_checkpoint(family, as_in_model, tmp_path):
+def assert_run_exports(family: str, tmp_path: Path, *, as_in_model: bool) -> None:
     base = multimodal_folder(tmp_path / "base", family, tied=not as_in_model, as_in_model=as_in_model)
     dtype = "float32" if as_in_model else "auto"
     more = [f"export.dtype={dtype}", "data.validation_share=0.2", "dpo.val_at_end=true", "export.max_shard_size=100KB"]
@@ -123,6 +121,17 @@ def test_a_run_exports_the_complete_checkpoint(family, as_in_model, tmp_path):
     card = (run / "model" / "README.md").read_text()
     assert "pipeline_tag: image-text-to-text" in card
     assert 'AutoModelForImageTextToText.from_pretrained("FOLDER_OR_REPO")' in card
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_a_run_exports_the_complete_checkpoint(family, tmp_path):
+    assert_run_exports(family, tmp_path, as_in_model=False)
+
+
+@slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_that_names_weights_as_the_model_does_is_exported_with_these_names(family, tmp_path):
+    assert_run_exports(family, tmp_path, as_in_model=True)
 
 
 def test_the_memory_of_the_text_model_alone_is_counted(tmp_path):
