@@ -9,6 +9,8 @@ READY := $(VENV)/.ready
 ZENSICAL ?= zensical==0.0.73
 DOCS_VENV := .venv-docs
 DOCS_READY := $(DOCS_VENV)/.ready
+# The environment in which the wheel is tried.
+WHEEL_VENV := .venv-wheel
 # A file of tests stays in one process, so that what its tests share is made once; the long ones come first.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -88,6 +90,23 @@ docs: $(DOCS_READY)  ## build the documentation site, build/site/index.html; a b
 	@cp *.md LICENSE build/pages && cp docs/* build/pages/docs && cp benchmarks/*.md build/pages/benchmarks
 	$(DOCS_VENV)/bin/zensical build --clean --strict
 
+# What users get: the installed wheel, from a folder that is not a checkout. Everything it reads must be in it.
+.PHONY: wheel
+wheel: $(READY)  ## build the files of a release in dist/, and use the wheel in a new environment
+	@rm -rf dist $(WHEEL_VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check build
+	$(BIN)/python -m build
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
+	@set -ex; export PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH"; unset PYTHONPATH; cd "$$(mktemp -d)"; \
+	  tandem --version; \
+	  tandem train dpo.max_num_steps=4 run.dir=first; \
+	  tandem eval first embedded; \
+	  tandem generate first --prompt "How far is the moon?" --max-new-tokens 8; \
+	  tandem report first
+	@ls -l dist
+
 .PHONY: keys
 keys: $(READY)  ## write the table of configuration keys into docs/keys.md
 	$(BIN)/python -m tandem.config.keys --write
@@ -99,4 +118,4 @@ demo: $(READY)  ## align a real model (SmolLM2-135M) on the bundled pairs, and c
 
 .PHONY: clean
 clean:  ## remove the environment and caches of tools (runs stay)
-	rm -rf $(VENV) .venv-oldest $(DOCS_VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-oldest $(DOCS_VENV) $(WHEEL_VENV) .pytest_cache .ruff_cache .hypothesis build dist

@@ -22,7 +22,11 @@ from models import embedded_model
 from running import metrics_of, short_run
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from tandem.errors import TandemError
@@ -104,6 +108,8 @@ LINEAR_AND_FULL = {"layer_types": ["linear_attention", "full_attention"] * 2}
 
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 
+FULL_MROPE = {"text_config": {"rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}}}
+
 # Further settings that a type needs, so that its parts fit together and every kind of layer occurs.
 CHANGES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": LINEAR_AND_FULL,
@@ -128,8 +134,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma4_unified": {"text_config": SLIDING},
     "gemma4_unified_assistant": {"text_config": {**SLIDING, **NO_PER_LAYER_INPUT}},
     "gemma4_unified_text": SLIDING,
+    "glm46v": FULL_MROPE,
+    "glm4v": FULL_MROPE,
+    "glm4v_moe": FULL_MROPE,
+    "glm_ocr": FULL_MROPE,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"] * 2},
+    "hunyuan_vl": {"text_config": {"rope_parameters": MROPE}},
     "inkling2_text": {"layer_types": ["hybrid_sliding", "hybrid"] * 2},
     "inkling_text": {"layer_types": ["hybrid_sliding", "hybrid"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -137,10 +148,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "kolibri1": SLIDING,
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_vl": {"text_config": {"layer_types": ["conv", "full_attention"] * 2}},
+    "lfm3_vl": {"text_config": {"layer_types": ["conv", "full_attention", "sliding_attention", "conv"]}},
     "lfm3": {"layer_types": ["conv", "full_attention", "sliding_attention", "conv"]},
     "mamba2": {"num_heads": 8},
+    "paddleocr_vl": {"text_config": {"rope_parameters": MROPE}},
     "phimoe": {"sliding_window": None},  # refused in packs with a window, which only its mask implements
     "qwen2_5_vl": {"text_config": {"rope_parameters": MROPE}},
+    "qwen2_5_omni_thinker": {"text_config": {"rope_parameters": MROPE}},
     "qwen2_vl": {"text_config": {"rope_parameters": MROPE}},
     "qwen3_vl_moe": {"text_config": {"sliding_window": None}},  # its layers have no windows
     "qwen4_exp": {"text_config": INDEXER},
@@ -177,10 +192,15 @@ DECODERS = [
     "xmod",
 ]
 AS_DECODER = " with is_decoder"
-NOT_CAUSAL = ["paligemma", "t5"]
-NAMES = sorted(
-    {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(name + AS_DECODER for name in DECODERS), *TEXT_MODELS, *NOT_CAUSAL}
-)
+NOT_CAUSAL = ["t5"]
+# The second mapping has the first, and types that read speech.
+MULTIMODAL = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+CAUSAL = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+NAMES = sorted({*CAUSAL, *(name + AS_DECODER for name in DECODERS), *MULTIMODAL, *TEXT_MODELS, *NOT_CAUSAL})
+# Multimodal types that are decided by their name alone: no configuration is needed, and no model is built.
+BY_NAME = MULTIMODAL - CAUSAL - TEXT_MODELS.keys()
+
+COMPOSED = {"vision-encoder-decoder": {"encoder": {"model_type": "vit"}, "decoder": {"model_type": "gpt2"}}}
 
 # Settings that add randomness in training mode. All are enabled, to test that they have no effect.
 RANDOM_SETTINGS = {"dropout": 0.1, "pdrop": 0.1, "layerdrop": 0.1, "jitter": 0.01}
@@ -261,9 +281,15 @@ def _tiny_settings(default: dict[str, Any]) -> dict[str, Any]:
 def make_model(folder: Path, model_type: str) -> None:
     """Save a model with weights so large that every visible token changes the output.
 
-    Of a type that transformers cannot build, save only the configuration.
+    Of a type that transformers cannot build, save only the configuration; of one of BY_NAME, only its name.
     """
     folder.mkdir(exist_ok=True)
+    for file in embedded_model().glob("tokenizer*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    if model_type in BY_NAME:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type, **COMPOSED.get(model_type, {})}))
+        save_file({"none": torch.zeros(1)}, folder / "model.safetensors")
+        return
     config = tiny_config(model_type)
     torch.manual_seed(0)
     try:
@@ -277,8 +303,6 @@ def make_model(folder: Path, model_type: str) -> None:
                 parameter.add_(0.15 * torch.randn_like(parameter))
         model.save_pretrained(folder)
     config.save_pretrained(folder)  # a multimodal model saves only the configuration of its text part
-    for file in embedded_model().glob("tokenizer*"):
-        (folder / file.name).write_bytes(file.read_bytes())
 
 
 def _pairs(folder: Path) -> Path:

@@ -14,6 +14,8 @@ from tandem.data.text.tokens import TokenizedPreference
 from tandem.model.recurrent.families import FIRST_TRANSFORMERS
 from tandem.packing.layout import join, lay_out
 
+INSTALLED = tuple(map(int, __version__.split(".")[:2]))
+CURRENT = (5, 23)  # the transformers that has all types
 WEIGHTS = torch.randn(1000, generator=torch.Generator().manual_seed(1))  # of log-probabilities in a loss
 
 LINEAR = {
@@ -99,10 +101,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def _is_supported(name: str) -> bool:
     """Whether the installed transformers has the type, and passes packs on to its layers."""
-    installed, first = (
-        tuple(map(int, text.split(".")[:2])) for text in (__version__, FIRST_TRANSFORMERS.get(name, "5.0"))
-    )
-    return name in CONFIG_MAPPING_NAMES and installed >= first
+    first = tuple(map(int, FIRST_TRANSFORMERS.get(name, "5.0").split(".")))
+    return name in CONFIG_MAPPING_NAMES and first <= INSTALLED
 
 
 HYBRIDS = {name: settings for name, settings in SETTINGS.items() if _is_supported(name)}

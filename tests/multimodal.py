@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from architectures import tiny_config
 from models import SMALL, WINDOW
 from safetensors import safe_open
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from tandem.model.architecture import TEXT_MODELS
 from tandem.model.files.tiny import tiny_model as embedded_model
 
 VISION = {
@@ -79,11 +81,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vision_config": {**VISION, "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64},
     },
 }
-PROCESSOR = {"preprocessor_config.json": '{"do_resize": true}', "processor_config.json": '{"image_seq_length": 4}'}
+# The other types, with the configurations that the table of docs/architectures.md is made with.
+OTHER_TYPES = [name for name in TEXT_MODELS if name not in FAMILIES]
+PROCESSOR = {
+    "preprocessor_config.json": '{"do_resize": true}',
+    "processor_config.json": '{"image_seq_length": 4}',
+    "video_preprocessor_config.json": '{"fps": 2}',
+}
 
 
 def multimodal_config(family: str, *, tied: bool = True, **changes: Any) -> Any:
-    """`changes`: of the text model."""
+    """`changes`: of the text model. `tied` and `changes` apply to FAMILIES only."""
+    if family not in FAMILIES:
+        return tiny_config(family)
     given = FAMILIES[family]
     own = {**given["text_config"], **changes}
     text = {**SMALL, "vocab_size": 2048, "eos_token_id": 2, "tie_word_embeddings": tied, **own}

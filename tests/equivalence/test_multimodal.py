@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from architectures import table
 from models import as_policy, plain_token_logps, random_preference
-from multimodal import FAMILIES, PROCESSOR, multimodal_folder, stored_tensors
+from multimodal import FAMILIES, OTHER_TYPES, PROCESSOR, multimodal_folder, stored_tensors
 from peft import PeftModel
 from running import SHORT, few_pairs, metrics_of, short_run
 from safetensors.torch import load_file
@@ -26,11 +27,17 @@ from tandem.packing.layout import lay_out
 from tandem.training.memory import estimate_memory
 
 CPU = torch.device("cpu")
-OTHER_PARTS = ("vision", "visual", "audio", "projector")
+OTHER_PARTS = (
+    *("vision", "visual", "vit.", "audio", "tower", "projector", "connector", "aligner", "merger", "image_newline"),
+    *("patch_merge_mlp", "mlp_AR", "mlp1."),  # as weight files name them
+)
 TWO_STEPS = ["policy.max_total_sequence_length=256", "policy.optimizer.kwargs.lr=1e-2", "dpo.max_num_steps=2"]
+UNPACKED = [name for name in (*FAMILIES, *OTHER_TYPES) if table()[name][0] != "exact"]
+# Types in which peft takes the linear layers of a dense network for parts of experts: they are refused as adapted layers.
+MIXED_EXPERTS = ("glm4v_moe",)
 slow = pytest.mark.slow
 # One whose files name the weights differently; the others take minutes.
-SOME = [family if family == "gemma3" else pytest.param(family, marks=slow) for family in FAMILIES]
+SOME = [family if family == "gemma3" else pytest.param(family, marks=slow) for family in (*FAMILIES, *OTHER_TYPES)]
 
 
 def is_text(name: str) -> bool:
@@ -38,7 +45,9 @@ def is_text(name: str) -> bool:
 
 
 def settings(folder: Path, base: Path) -> list[str]:
-    return [f"policy.model_name={base}", *TWO_STEPS, few_pairs(folder, 20)]
+    model_type = json.loads((base / "config.json").read_text())["model_type"] if base.name == "base" else None
+    unpacked = ["policy.packing.mode=none"] if model_type in UNPACKED else []
+    return [f"policy.model_name={base}", *TWO_STEPS, few_pairs(folder, 20), *unpacked]
 
 
 def complete_model(folder: Path):
@@ -55,7 +64,7 @@ def gradients(model) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("arrangement", ["shared", "separate"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(name, marks=slow) for name in OTHER_TYPES)])
 def test_packs_equal_the_complete_model_on_each_sequence_alone(family, arrangement, tmp_path):
     rng = np.random.default_rng(7)
     preferences = [random_preference(rng, num_completions=n, max_prompt=30, max_completion=20) for n in (2, 3)]
@@ -65,8 +74,10 @@ def test_packs_equal_the_complete_model_on_each_sequence_alone(family, arrangeme
     want = torch.cat([logps for preference in preferences for logps in plain_token_logps(complete, preference)])
     (want * weights[: len(want)]).sum().backward()
     text = auto_class(complete.config).from_pretrained(base, dtype=torch.float32)
-    policy = as_policy(text)
-    inputs = policy.inputs(lay_out(range(2), preferences, length=256, arrangement=arrangement), CPU)
+    packed = family not in UNPACKED
+    policy = as_policy(text, packed=packed)
+    pack = lay_out(range(2), preferences, length=256, arrangement=arrangement if packed else "separate")
+    inputs = policy.inputs(pack, CPU)
     got = policy(inputs)[: inputs.num_scored]
     (got * weights[: len(got)]).sum().backward()
     torch.testing.assert_close(got, want, atol=3e-5, rtol=0)
@@ -74,7 +85,7 @@ def test_packs_equal_the_complete_model_on_each_sequence_alone(family, arrangeme
     assert {name for name, _ in text.named_parameters()} == {n for n, _ in complete.named_parameters() if is_text(n)}
     assert gradients(text).keys() == gradients(complete).keys()
     for name, gradient in gradients(complete).items():
-        assert (gradients(text)[name] - gradient).abs().max() <= 1e-4 * gradient.abs().max() + 1e-9, name
+        assert (gradients(text)[name] - gradient).abs().max() <= 2e-4 * gradient.abs().max() + 1e-9, name
 
 
 def assert_exported(base: Path, folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -90,15 +101,13 @@ def assert_exported(base: Path, folder: Path, *, dtype: torch.dtype = torch.bflo
     assert any(not torch.equal(after[name].float(), before[name].float()) for name in before if is_text(name))
     configs = [json.loads((place / "config.json").read_text()) for place in (base, folder)]
     assert configs[1]["architectures"] == configs[0]["architectures"]
-    assert configs[1]["vision_config"] == configs[0]["vision_config"]
+    assert configs[1].get("vision_config") == configs[0].get("vision_config")
     for name, text in PROCESSOR.items():
         assert (folder / name).read_text() == text
     complete_model(folder)
 
 
-@pytest.mark.parametrize("as_in_model", [False, pytest.param(True, marks=slow)])
-@pytest.mark.parametrize("family", SOME)
-def test_a_run_exports_the_complete_checkpoint(family, as_in_model, tmp_path):
+def assert_run_exports(family: str, tmp_path: Path, *, as_in_model: bool) -> None:
     base = multimodal_folder(tmp_path / "base", family, tied=not as_in_model, as_in_model=as_in_model)
     dtype = "float32" if as_in_model else "auto"
     more = [f"export.dtype={dtype}", "data.validation_share=0.2", "dpo.val_at_end=true", "export.max_shard_size=100KB"]
@@ -114,6 +123,17 @@ def test_a_run_exports_the_complete_checkpoint(family, as_in_model, tmp_path):
     assert 'AutoModelForImageTextToText.from_pretrained("FOLDER_OR_REPO")' in card
 
 
+@pytest.mark.parametrize("family", SOME)
+def test_a_run_exports_the_complete_checkpoint(family, tmp_path):
+    assert_run_exports(family, tmp_path, as_in_model=False)
+
+
+@slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_that_names_weights_as_the_model_does_is_exported_with_these_names(family, tmp_path):
+    assert_run_exports(family, tmp_path, as_in_model=True)
+
+
 def test_the_memory_of_the_text_model_alone_is_counted(tmp_path):
     base = multimodal_folder(tmp_path, "gemma3")
     source = find_source("policy.model_name", str(base), None)
@@ -126,6 +146,8 @@ def test_the_memory_of_the_text_model_alone_is_counted(tmp_path):
 def test_adapters_are_in_the_text_model_and_load_on_the_complete_model(family, tmp_path):
     base = multimodal_folder(tmp_path / "base", family)
     lora = [*settings(tmp_path, base), "policy.lora.enabled=true", "policy.lora.dim=4", "run.seed=3"]
+    if family in MIXED_EXPERTS:
+        lora.append("policy.lora.exclude_modules=[down_proj,gate_proj,up_proj]")
     runs = {
         merged: short_run(tmp_path / f"merged-{merged}", *lora, f"export.merge_lora={merged}", "export.dtype=float32")
         for merged in ("true", "false")

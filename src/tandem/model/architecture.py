@@ -60,17 +60,42 @@ TYPES_WITH_BALANCE = (
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, RecurrentGemma, xLSTM
 # Types of multimodal checkpoints -> where their text model, without its head, is in the class that loads the checkpoint.
 TEXT_MODELS = {
+    "aria": "model.language_model",
+    "aya_vision": "model.language_model",
+    "cohere2_vision": "model.language_model",
+    "deepseek_vl": "model.language_model",
     "dots3_note": "model.language_model",
     "fuyu": "model.language_model",
     "gemma3": "model.language_model",
     "gemma4": "model.language_model",
     "gemma4_unified": "model.language_model",
+    "glm46v": "model.language_model",
+    "glm4v": "model.language_model",
+    "glm4v_moe": "model.language_model",
+    "glm_ocr": "model.language_model",
     "got_ocr2": "model.language_model",
+    "hunyuan_vl": "model.language_model",
+    "hyperclovax_vision_v2": "model.language_model",
+    "idefics2": "model.text_model",
+    "idefics3": "model.text_model",
     "internvl": "model.language_model",
+    "kimi_k25": "model.language_model",
+    "lfm2_vl": "model.language_model",
+    "lfm3_vl": "model.language_model",
+    "lighton_ocr": "model.language_model",
     "llama4": "language_model.model",
     "llava": "model.language_model",
+    "llava_next": "model.language_model",
+    "llava_next_video": "model.language_model",
+    "llava_onevision": "model.language_model",
+    "minicpmv4_6": "model.language_model",
+    "minimax_m3_vl": "model.language_model",
     "mistral3": "model.language_model",
     "mllama": "model.language_model",
+    "ovis2": "model.language_model",
+    "paddleocr_vl": "model.language_model",
+    "qianfan_ocr": "model.language_model",
+    "qwen2_5_omni_thinker": "model.language_model",
     "qwen2_5_vl": "model.language_model",
     "qwen2_vl": "model.language_model",
     "qwen3_5": "model.language_model",
@@ -78,6 +103,11 @@ TEXT_MODELS = {
     "qwen3_vl": "model.language_model",
     "qwen3_vl_moe": "model.language_model",
     "qwen4_exp": "model.language_model",
+    "smolvlm": "model.text_model",
+    "step3p7": "model.language_model",
+    "video_llama_3": "model.language_model",
+    "video_llava": "model.language_model",
+    "vipllava": "model.language_model",
 }
 REQUIRED_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
 
@@ -184,7 +214,7 @@ def check_architecture(source: ModelSource) -> Architecture:
 
 def _refuse_unknown_multimodal(source: ModelSource) -> None:
     """Raise ConfigError for a multimodal checkpoint whose text model cannot be trained alone."""
-    from transformers import AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
     config = source.config
     if is_multimodal(config) and getattr(config, "quantization_config", None) is not None:
@@ -192,11 +222,17 @@ def _refuse_unknown_multimodal(source: ModelSource) -> None:
             f"{source.place}: a multimodal checkpoint with quantised weights, whose text model cannot be exported again "
             "with its other parts. Give the checkpoint that it was quantised from."
         )
-    if not is_multimodal(config) and type(config) in AutoModelForImageTextToText._model_mapping:
+    if is_multimodal(config):
+        return
+    # Those of speech are only in the last mapping, in which a few causal language models are, too.
+    speech = type(config) in AutoModelForMultimodalLM._model_mapping
+    if type(config) in AutoModelForImageTextToText._model_mapping or (
+        speech and type(config) not in AutoModelForCausalLM._model_mapping
+    ):
         raise ConfigError(
             f"{source.place}: model type {config.model_type!r} is multimodal, and tandem does not know where its text "
             "model is, to train it and export the rest unchanged. Save its text model as a causal language model and "
-            f"train that, or choose a checkpoint of one of these types: {', '.join(TEXT_MODELS)}."
+            "train that, or choose a checkpoint of a type that docs/multimodal.md lists."
         )
 
 

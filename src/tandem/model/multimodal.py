@@ -9,6 +9,7 @@ model.
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -44,7 +45,10 @@ def text_model_class(complete: Any, path: str) -> Any:
 
 
 def _remove_other_parts(model: Any, path: str) -> None:
-    """Remove all modules of a model that are neither part of its text model, nor contain it, nor are its head."""
+    """Remove all modules of a model that are neither part of its text model, nor contain it, nor are its head.
+
+    Weights that belong to a module which contains the text model are removed too, such as LLaVA-NeXT's image_newline.
+    """
     kept = {model, model.get_output_embeddings(), model.get_submodule(path)}
     names = path.split(".")
     parents = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names))]
@@ -52,6 +56,9 @@ def _remove_other_parts(model: Any, path: str) -> None:
         for name, child in list(parent.named_children()):
             if child not in kept and child not in parents:
                 setattr(parent, name, None)
+        for name, _ in list(parent.named_parameters(recurse=False)):
+            delattr(parent, name)
+            setattr(parent, name, torch.empty(0))  # not None: transformers initialises it by its name
     _keep_only_existing_ties(model)
 
 

@@ -11,7 +11,7 @@ from adapters import trained_adapter
 from models import tiny_config
 from running import short_run
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.config.load import load_config
 from tandem.config.sections.policy import Lora
@@ -479,3 +479,11 @@ def test_the_adapters_in_use_are_reported(tmp_path, adapter):
     assert reported["adapters"].endswith(f"; starting from {adapter}")
     assert reported["reference"] == "cached, the base model with the adapter it starts from"
     assert reported["dropout"] == "0.1 of the adapters' inputs, in training steps"
+
+
+def test_a_multimodal_checkpoint_cannot_be_quantised(tmp_path):
+    source = ModelSource("it", tmp_path, AutoConfig.for_model("gemma3"))
+    assert refusal(source, quantization="nf4") == (
+        "policy.lora.quantization = nf4: it is a multimodal checkpoint (gemma3), of which only the text model is loaded, and "
+        "quantising it is not supported. Leave out policy.lora.quantization."
+    )

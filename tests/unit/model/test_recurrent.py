@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hybrids import HYBRIDS, convolution_by_torch, hybrid_settings, tiny_hybrid
+from hybrids import CURRENT, HYBRIDS, INSTALLED, convolution_by_torch, hybrid_settings, tiny_hybrid
 from models import VOCABULARY, as_policy, tiny_config
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 
 from tandem.config.schema import Config
@@ -99,6 +100,12 @@ def test_a_row_of_filler_is_one_token():
     assert segments.completions.num_tokens == 0
 
 
+@pytest.mark.skipif(INSTALLED < CURRENT, reason="this transformers is older than some of the types")
+def test_every_family_is_tested():
+    """A type that transformers renames is not left out of the tests unnoticed."""
+    assert HYBRIDS.keys() == FAMILIES.keys()
+
+
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_every_family_is_packable_and_its_state_is_found(name):
     config = tiny_config(name, **hybrid_settings(name))
@@ -169,7 +176,11 @@ def audited(policy):
     return check_state_gradients(policy, Store(), 0, OneRank(), precision="float32", model="policy.model_name = it")
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "granitemoehybrid", "lfm2"])
+def supported(*names):
+    return [name for name in names if name in HYBRIDS]
+
+
+@pytest.mark.parametrize("name", supported("qwen3_5_text", "granitemoehybrid", "lfm2"))
 def test_the_audit_compares_gradients_of_recurrent_layers(name):
     policy = as_policy(tiny_hybrid(name))
     assert audited(policy) < 1e-4
@@ -187,6 +198,35 @@ def test_the_audit_finds_a_state_without_gradients(monkeypatch):
         "from those of each sequence alone (rounding explains 0.1%), so its recurrent layers would be trained wrongly. Nothing "
         "was trained. Train this model with policy.packing.mode=none, and report it."
     )
+
+
+@pytest.mark.parametrize("name", supported("qwen3_5_text", "lfm2"))
+def test_the_audit_finds_wrong_gradients_of_a_function_that_computes_every_pack(name, monkeypatch):
+    """Both a prompt that is shared and a sequence alone are wrong if they are computed in packs."""
+    convolve = scans.convolve
+
+    def with_half_the_gradient(own, segments, x, *given):
+        return convolve(own, segments, x / 2 + x.detach() / 2, *given)
+
+    monkeypatch.setattr(scans, "convolve", with_half_the_gradient)
+    with pytest.raises(AuditError, match="in a pack the gradients of its prompt differ by"):
+        audited(as_policy(tiny_hybrid(name)))
+
+
+@pytest.mark.parametrize("name", supported("qwen3_next", "kimi_linear", "granitemoehybrid"))
+def test_scans_of_single_sequences_are_recomputed_in_the_audit_as_those_of_packs_are(name, monkeypatch):
+    """They are on a GPU, where every layer would otherwise keep what it computed."""
+    policy, recomputed = as_policy(tiny_hybrid(name)), []
+
+    def counted(function, *given, **named):
+        recomputed.append(function)
+        return checkpoint(function, *given, **named)
+
+    wanted = audited(policy)
+    monkeypatch.setattr(layers, "checkpoint", counted)
+    monkeypatch.setattr(scans, "RECOMPUTING_DEVICES", ("cpu",))
+    assert audited(policy) == pytest.approx(wanted, abs=1e-5)
+    assert len(recomputed) == 2  # layers with a state
 
 
 def test_the_audit_counts_recurrent_layers():

@@ -1,6 +1,8 @@
 """Models that cannot be trained, or not in packs, are refused in one message, most of them before their weights load."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tandem.config.schema import Config
 from tandem.config.sections.policy import Packing, Policy
 from tandem.errors import ConfigError, TandemError
-from tandem.model.architecture import TEXT_MODELS, check_packable
+from tandem.model.architecture import TEXT_MODELS, auto_class, check_packable
 from tandem.model.attention.pack_attention import attend
 from tandem.model.distributed.layers import check_layers
 from tandem.model.files.source import ModelSource, find_model
@@ -64,11 +66,26 @@ def test_a_model_that_is_not_causal_is_refused_before_weights_load(model_type, m
 
 
 def test_a_multimodal_checkpoint_of_an_unknown_type_is_refused_before_weights_load():
-    assert refusal(check_packable, source_of("paligemma"), policy(mode="batch")) == (
-        "policy.model_name = it: model type 'paligemma' is multimodal, and tandem does not know where its text model is, to "
-        "train it and export the rest unchanged. Save its text model as a causal language model and train that, or choose a "
-        f"checkpoint of one of these types: {', '.join(TEXT_MODELS)}."
-    )
+    for name in ("paligemma", "voxtral"):  # of images, and of speech
+        assert refusal(check_packable, source_of(name), policy(mode="batch")) == (
+            f"policy.model_name = it: model type '{name}' is multimodal, and tandem does not know where its text model is, to "
+            "train it and export the rest unchanged. Save its text model as a causal language model and train that, or choose a "
+            "checkpoint of a type that docs/multimodal.md lists."
+        )
+
+
+def test_the_page_lists_the_multimodal_types():
+    page = (Path(__file__).parents[3] / "docs" / "multimodal.md").read_text(encoding="utf-8")
+    rows = [line for line in page.split("## Supported types")[1].splitlines() if line.startswith("| ")]
+    assert sorted(re.findall(r"`(\w+)`", "".join(rows))) == sorted(TEXT_MODELS)
+
+
+def test_weights_next_to_a_text_model_are_removed_with_the_other_parts():
+    """LLaVA-NeXT has a weight of its own in the module that contains the text model. It would be trained."""
+    config = tiny_config("llava_next")
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    assert [name for name, _ in model.named_parameters() if "language_model" not in name] == ["lm_head.weight"]
 
 
 def test_a_multimodal_checkpoint_with_quantised_weights_is_refused_before_weights_load():

@@ -1,12 +1,13 @@
 """Checks the gradients of recurrent layers in packs.
 
 A completion starts from a copy of its prompt's state. If a copy were cut from the computation graph, log-probabilities would be
-correct and gradients wrong, so the audit compares gradients too.
+correct and gradients wrong, so the audit compares gradients too. The other side of the comparison is computed unpacked, by the
+functions of transformers: an error in a function that computes packs would otherwise be on both sides.
 """
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from tandem.data.store.selection import Preferences
 from tandem.errors import AuditError
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.policy import Policy, perturb
+from tandem.model.recurrent.layers import recomputed_rows
 from tandem.packing.layout import Pack, lay_out
 from tandem.packing.packer import in_blocks
 
@@ -27,7 +29,7 @@ ROUNDING_FACTOR = 4
 def check_state_gradients(
     policy: Policy, store: Preferences, index: int, ranks: Ranks, *, precision: str, model: str
 ) -> float:
-    """Compare the gradients of a preference's prompt in a pack with those of each of its sequences alone.
+    """Compare the gradients of a preference's prompt in a pack with those of each of its sequences alone, unpacked.
 
     The gradients are those of the sum of all log-probabilities with respect to the embeddings of the prompt. Return their
     relative difference. Raise AuditError if rounding does not explain it. `index`: of the preference in `store`.
@@ -35,15 +37,15 @@ def check_state_gradients(
     preference = store[index]
     length = len(preference.prompt) + sum(len(completion) for completion in preference.completions)
     shared = lay_out([index], [preference], length=in_blocks(length))
-    separate = lay_out([index], [preference], length=in_blocks(length), arrangement="separate")
-    # Each sequence as one segment, as if it were a prompt: no state is copied.
-    alone = replace(separate, branch=np.zeros_like(separate.branch))
+    alone = lay_out([index], [preference], length=in_blocks(length), arrangement="separate")
     size = len(preference.prompt)
-    wanted = _prompt_gradient(policy, alone, size, ranks.device)
+    with _unpacked(policy):
+        wanted = _prompt_gradient(policy, alone, size, ranks.device)
     difference = _relative(_prompt_gradient(policy, shared, size, ranks.device), wanted)
     tolerance = MIN_TOLERANCE[precision]
     if ranks.highest(not difference <= tolerance):  # all ranks run the extra forward pass, or none does
-        perturbed = _prompt_gradient(policy, alone, size, ranks.device, perturbed=True)
+        with _unpacked(policy):
+            perturbed = _prompt_gradient(policy, alone, size, ranks.device, perturbed=True)
         rounding = ROUNDING_FACTOR * _relative(perturbed, wanted)
         tolerance = min(max(tolerance, rounding), MAX_TOLERANCE[precision])
     if not difference <= tolerance:
@@ -53,6 +55,20 @@ def check_state_gradients(
             "Nothing was trained. Train this model with policy.packing.mode=none, and report it."
         )
     return difference
+
+
+@contextmanager
+def _unpacked(policy: Policy) -> Iterator[None]:
+    """Inside this context, a policy computes rows as transformers does, each of which holds one sequence."""
+    own = policy.model.config._attn_implementation
+    policy.packed = False
+    policy.model.set_attn_implementation(policy.architecture.plain_attention)
+    try:
+        with recomputed_rows():
+            yield
+    finally:
+        policy.packed = True
+        policy.model.set_attn_implementation(own)
 
 
 @torch.compiler.set_stance("force_eager")

@@ -26,6 +26,8 @@ NUMBERS = (
     "attention_chunk_size", "hidden_size", "index_topk", "max_position_embeddings", "max_seq_len", "moe_intermediate_size",
     "num_experts_per_tok", "num_hidden_layers", "sliding_window", "vocab_size",
 )  # fmt: skip
+# Types of text models with a list instead of one of them. They are refused later, by their type.
+LISTS = {"ernie4_5_vl_moe_text": ("moe_intermediate_size",)}
 ROPE_NUMBERS = ("factor", "original_max_position_embeddings")
 LARGEST = 2**63
 
@@ -175,7 +177,8 @@ def refuse_wrong_types(place: str, folder: Path, text: Any) -> None:
     """
     rope = getattr(text, "rope_parameters", None)
     kinds = getattr(text, "layer_types", None)
-    found = {key: getattr(text, key, None) for key in NUMBERS}
+    lists = LISTS.get(text.model_type, ())
+    found = {key: getattr(text, key, None) for key in NUMBERS if key not in lists}
     wrong = {key: (value, "a number") for key, value in found.items() if not _is_number(value)}
     if not (rope is None or isinstance(rope, dict)):
         wrong["rope_parameters"] = (rope, "an object")

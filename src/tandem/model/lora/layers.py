@@ -115,6 +115,12 @@ def plan_lora(
     """
     if not lora.enabled:
         return None
+    if lora.quantization is not None and is_multimodal(source.config):
+        raise ConfigError(
+            f"policy.lora.quantization = {lora.quantization}: {source.name} is a multimodal checkpoint "
+            f"({source.config.model_type}), of which only the text model is loaded, and quantising it is not supported. "
+            "Leave out policy.lora.quantization."
+        )
     _check_quantization(lora, device)
     if getattr(source.config, "quantization_config", None) is not None:
         raise ConfigError(

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tandem.model.recurrent import scans
 from tandem.model.recurrent.families import FAMILIES, Scan, StateSizes, state_sizes
@@ -23,6 +24,7 @@ from tandem.packing.layout import Pack
 Call = Literal["convolution", "scan"]
 
 _calls: list[Call] | None = None
+_recomputes_rows = False
 _replaced: set[Callable[..., Any]] = set()
 
 
@@ -78,6 +80,27 @@ def record_recurrent_calls() -> Iterator[list[Call]]:
         _calls = None
 
 
+@contextmanager
+def recomputed_rows() -> Iterator[None]:
+    """Inside this context, scans outside packs are computed again in the backward pass where those of packs are.
+
+    Torch operations would otherwise keep so much of every layer that the audit could need more memory than training.
+    """
+    global _recomputes_rows
+    _recomputes_rows = True
+    try:
+        yield
+    finally:
+        _recomputes_rows = False
+
+
+def _outside_packs(scan: Callable[..., Any], *tensors: Tensor, **named: Any) -> Any:
+    """Compute a scan along rows that are not packs."""
+    if _recomputes_rows and tensors[0].device.type in scans.RECOMPUTING_DEVICES:
+        return checkpoint(scan, *tensors, use_reentrant=False, **named)
+    return scan(*tensors, **named)
+
+
 def _segments(pack: Any, call: Call) -> PackSegments | None:
     """Return the segments of the pack that a layer was given. None: the layer does not compute a pack."""
     found = getattr(pack, "segments", None)
@@ -115,7 +138,7 @@ def _convolution(own: Callable[..., Any]) -> Callable[..., Any]:
 def _delta_rule(own: Callable[..., Any]) -> Callable[..., Any]:
     plain, by_torch = _plain(own), _by_torch(own)
 
-    def outside_packs(query: Tensor, value: Tensor, scan: Scan) -> Callable[..., Any]:
+    def function(query: Tensor, value: Tensor, scan: Scan) -> Callable[..., Any]:
         """Return `own` only if the kernel that it calls is correct here, which flash-linear-attention does not always check."""
         sizes = StateSizes(value.shape[2], query.shape[2], query.shape[3], value.shape[3])
         return plain if usable_kernels(scan, sizes, query.device, query.dtype).scan is not None else by_torch
@@ -125,7 +148,7 @@ def _delta_rule(own: Callable[..., Any]) -> Callable[..., Any]:
         segments = _segments(pack, "scan")
         if segments is None:
             scan: Scan = "gated_delta" if named["g"].dim() == 3 else "kimi_delta"
-            return outside_packs(query, value, scan)(query, key, value, **named)
+            return _outside_packs(function(query, value, scan), query, key, value, **named)
         tensors = [query, key, value, named["g"], named["beta"]]
         return scans.gated_delta(by_torch, segments, tensors, normalizes=named["use_qk_l2norm_in_kernel"]), None
 
@@ -139,7 +162,7 @@ def _mamba2(own: Callable[..., Any]) -> Callable[..., Any]:
     def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, pack: Any = None, **named: Any) -> Any:
         segments = _segments(pack, "scan")
         if segments is None:
-            return plain(x, dt, A, B, C, **named)
+            return _outside_packs(plain, x, dt, A, B, C, **named)
         settings = {name: named[name] for name in ("D", "dt_bias", "dt_softplus", "dt_limit")}
         return scans.mamba2(by_torch, segments, [x, dt, B, C], A=A, **settings)
 
