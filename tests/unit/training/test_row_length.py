@@ -15,6 +15,7 @@ from tandem.data.store.sets import no_bar
 from tandem.errors import ConfigError, OutOfMemoryError
 from tandem.model.distributed.mesh import MeshShape
 from tandem.model.files.source import ModelSource
+from tandem.model.lora.tokens import TrainedTokens
 from tandem.prepare import prepare_data
 from tandem.report.choices import describe_choices, describe_computation
 from tandem.training import memory as row_length
@@ -262,7 +263,7 @@ def test_sharded_weights_need_the_memory_that_was_measured(keeps_gathered):
 @pytest.mark.parametrize(("quantization", "shared"), [(None, 2.0), ("nf4", 0.0)])
 def test_quantised_weights_are_not_sharded(quantization, shared):
     sizes = {"num_frozen": 10**9, "num_trained": 10**6, "num_magnitudes": 0, "num_in_experts": 0}
-    lora = SimpleNamespace(**sizes, quantization=quantization, dtype=torch.bfloat16)
+    lora = SimpleNamespace(**sizes, quantization=quantization, dtype=torch.bfloat16, tokens=TrainedTokens())
     one, two = (need_of("1.5B", Policy(), num_ranks, lora).fixed for num_ranks in (1, 2))
     adapters = 10**6 * (18 - 16 / 2)  # of two ranks each keeps half, and no copy
     assert one - two == pytest.approx(10**9 * shared / 2 + adapters)
