@@ -50,6 +50,7 @@ PAGE = """<!doctype html>
 <style>{stylesheet} body {{ background: {background}; color: {foreground}; }} pre {{ white-space: pre-wrap; }}</style>
 </head><body><pre>{code}</pre></body></html>
 """
+PAGE_START = PAGE.partition("</title>")[0].encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +195,21 @@ def as_json(inspection: Inspection) -> str:
     return json.dumps(asdict(inspection), ensure_ascii=False, indent=1)
 
 
+def _refuse_other_file(file: Path) -> None:
+    """Raise ConfigError if a file exists that is not a page of `write_page`, so that data and reports are never replaced."""
+    if not file.is_file():
+        return
+    with file.open("rb") as existing:
+        start = existing.read(len(PAGE_START) + 1)
+    if start and not start.startswith(PAGE_START):
+        raise ConfigError(
+            f"--html {file}: this file exists and is not a page of tandem inspect, so it is kept. Choose another file."
+        )
+
+
 def write_page(inspection: Inspection, file: Path, *, positions: bool) -> None:
     """Write the output of `show` as a self-contained HTML page. Texts from the data are escaped."""
+    _refuse_other_file(file)
     console = SafeConsole(record=True, file=io.StringIO(), width=120, force_terminal=True, soft_wrap=False)
     show(inspection, console, positions=positions)
     try:

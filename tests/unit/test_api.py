@@ -252,8 +252,9 @@ def test_secrets_of_a_configuration_in_use_stay_hidden(monkeypatch):
 
 def test_a_call_leaves_the_process_as_it_was(monkeypatch):
     monkeypatch.setenv("KEPT", "1")
-    before, state = dict(os.environ), torch.get_rng_state()
+    before, state, hook = dict(os.environ), torch.get_rng_state(), sys.excepthook
     with own_process("a test"):
+        monkeypatch.setattr(sys, "excepthook", lambda *_: None)  # as a process group does
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         del os.environ["KEPT"]
         torch.use_deterministic_algorithms(True)
@@ -265,6 +266,7 @@ def test_a_call_leaves_the_process_as_it_was(monkeypatch):
     assert str(error.value) == (
         "tandem.train: another call is at work in this process, which can do one at a time. Wait for it, or use another one."
     )
+    assert sys.excepthook is hook
 
 
 def test_losses_are_listed_described_and_computed():

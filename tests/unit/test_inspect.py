@@ -225,6 +225,19 @@ def test_a_page_that_cannot_be_written_is_reported_in_one_line(file, tmp_path, p
     assert str(refused.value) == f"--html {tmp_path / place}: {reason}. Choose another file."
 
 
+def test_a_page_replaces_an_earlier_page_and_nothing_else(file, tmp_path):
+    page, data = tmp_path / "page.html", tmp_path / "data.jsonl"
+    for _ in range(2):
+        write_page(inspected(file), page, positions=False)
+    data.write_text('{"prompt": "Hi"}\n')
+    with pytest.raises(ConfigError) as refused:
+        write_page(inspected(file), data, positions=False)
+    assert str(refused.value) == (
+        f"--html {data}: this file exists and is not a page of tandem inspect, so it is kept. Choose another file."
+    )
+    assert data.read_text() == '{"prompt": "Hi"}\n'
+
+
 def test_data_of_ones_own_is_seen_under_the_limits_of_training(tmp_path, monkeypatch, capsys):
     row = {"prompt": "why " * 700, "chosen": "because", "rejected": "no"}
     (tmp_path / "long.jsonl").write_text(json.dumps(row) + "\n")

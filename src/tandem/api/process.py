@@ -1,6 +1,7 @@
 """What a call from Python must not leave behind in its process: settings of torch, the environment, a process group."""
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,7 +64,7 @@ def _same_torch() -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    was_joined = dist.is_initialized()
+    was_joined, hook = dist.is_initialized(), sys.excepthook
     is_deterministic, warns = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -76,6 +77,7 @@ def _same_torch() -> Iterator[None]:
     finally:
         if dist.is_initialized() and not was_joined:
             dist.destroy_process_group()
+        sys.excepthook = hook  # a process group writes its rank before every traceback
         torch.use_deterministic_algorithms(is_deterministic, warn_only=warns)
         torch.set_default_dtype(dtype)
         torch.set_rng_state(random_state)

@@ -32,6 +32,9 @@ METRIC_COLUMNS = (
 )
 
 
+MAX_LINE_BYTES = 64 * 1024  # of a line that is read to recognise a file
+
+
 class PerPairFile:
     """The file with the metrics of every pair. The file has a temporary name until it is complete."""
 
@@ -68,6 +71,22 @@ def check_per_pair(path: Path) -> None:
         raise ConfigError(f"{option('per_pair', path)}: a directory. Give the name of a file.")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(f"{option('per_pair', path)}: {path.parent} is not a writable directory. Create it first.")
+    if path.is_file() and path.stat().st_size > 0 and not _is_per_pair(path):
+        raise ConfigError(
+            f"{option('per_pair', path)}: this file exists and does not hold the numbers of pairs, so it is kept. Choose another "
+            "file."
+        )
+
+
+def _is_per_pair(path: Path) -> bool:
+    """Whether a file is one that `PerPairFile` wrote, judged by its first line."""
+    with path.open("rb") as file:
+        start = file.readline(MAX_LINE_BYTES)
+    try:
+        line = json.loads(start)
+    except ValueError:
+        return False
+    return isinstance(line, dict) and {"split", "place", "margin", "tokens_chosen"} <= line.keys()
 
 
 def _number(name: str, value: Any) -> float | int | None:

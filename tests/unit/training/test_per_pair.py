@@ -9,6 +9,7 @@ from running import metrics_of, short_run
 
 from tandem.config.schema import Config
 from tandem.errors import CheckpointError, ConfigError
+from tandem.report.per_pair import check_per_pair
 from tandem.report.verdicts import judge
 
 pytestmark = pytest.mark.usefixtures("of_a_command")
@@ -100,7 +101,23 @@ def test_a_file_that_cannot_be_written_is_refused_before_training(tmp_path):
     with pytest.raises(ConfigError) as error:
         short_run(tmp_path / "run", per_pair=tmp_path)
     assert str(error.value) == f"--per-pair {tmp_path}: a directory. Give the name of a file."
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "Hi", "chosen": "Yes", "rejected": "No"}\n')
+    with pytest.raises(ConfigError) as error:
+        short_run(tmp_path / "run", per_pair=data)
+    assert str(error.value) == (
+        f"--per-pair {data}: this file exists and does not hold the numbers of pairs, so it is kept. Choose another file."
+    )
+    assert "prompt" in data.read_text()
     assert not (tmp_path / "run").exists()
+
+
+def test_a_file_of_an_earlier_measurement_is_replaced(tmp_path):
+    line = {"split": "a", "place": "a:1", "chosen": 0, "rejected": 1, "margin": 0.1, "tokens_chosen": 1}
+    (tmp_path / "earlier.jsonl").write_text(json.dumps(line) + "\n")
+    (tmp_path / "empty.jsonl").touch()
+    check_per_pair(tmp_path / "earlier.jsonl")
+    check_per_pair(tmp_path / "empty.jsonl")
 
 
 def test_a_finished_run_is_measured_with_its_last_checkpoint(run, tmp_path):
