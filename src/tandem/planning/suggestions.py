@@ -31,6 +31,7 @@ LORA_RATE_FACTOR = 10  # adapters take 10 to 100 times the learning rate of full
 RATE_KEY = "policy.optimizer.kwargs.lr"
 QUANTIZATION = "policy.lora.quantization"
 OFFLOADED = {OFFLOAD: True}
+NEED_GPU = {QUANTIZATION, OFFLOAD}  # refused on a CPU
 CONTEXT = "policy.parallel.context"
 
 
@@ -97,6 +98,8 @@ class Planner:
 
     def plan(self, keys: dict[str, Any], target: Target) -> Outline | None:
         """Plan the run with other settings. Return None if these settings do not work, or change nothing."""
+        if target.device.type == "cpu" and NEED_GPU & keys.keys():
+            return None
         place = (str(keys), target.memory, target.gpus)
         if place not in self.known:
             self.known[place] = self._plan(keys, target)

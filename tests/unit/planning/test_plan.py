@@ -10,10 +10,12 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import torch
 from shapes import model_folder
 
 from tandem.config.load import load_config
 from tandem.config.schema import Config
+from tandem.planning import estimate
 from tandem.planning.cards import TABLE, card_of_device, find_card, larger_cards
 from tandem.planning.estimate import num_validations
 from tandem.planning.plan import plan
@@ -130,6 +132,15 @@ def test_a_model_that_no_setting_fits_gets_a_card_and_settings(models):
     )
     assert all("--gpu" in one.command for one in found.suggestions)
     assert found.suggestions
+
+
+def test_what_needs_a_gpu_is_not_suggested_for_a_cpu(models, monkeypatch):
+    monkeypatch.setattr(estimate, "this_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(estimate, "device_memory", lambda device: 20 * GIB)
+    found = planned("data.train=embedded", f"policy.model_name={models['llama3.1-8b']}")
+    assert found.memory.verdict == "does not fit"
+    commands = [one.command for one in found.suggestions if "--gpu" not in one.command]
+    assert not any("quantization" in one or "offload" in one for one in commands)
 
 
 def test_the_cost_is_the_price_times_the_hours(models):
