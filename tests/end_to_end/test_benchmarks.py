@@ -356,7 +356,7 @@ def test_start(bench, pairs, tmp_path):
     assert [one["caches"] for one in starts] == ["empty", "warm"]
     assert [one["seconds"] for one in starts] == result["seconds"]
     for one in starts:
-        assert {"imports and settings", "audit", "step"} <= set(one["phases"])
+        assert "imports and settings" in one["phases"]
         # Phases begin when the process imports tandem, and short ones are not listed. The last line printed ends them.
         assert 0 < sum(one["phases"].values()) <= one["lines"][-1][0] + 0.5
         assert any(text.startswith("step 1/") for _, text in one["lines"])

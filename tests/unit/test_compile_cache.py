@@ -66,6 +66,12 @@ def test_a_cache_that_cannot_be_written_leaves_the_choice_to_torch(cache, monkey
     assert compile_caches() == {}
 
 
+def test_a_folder_that_cannot_be_made_is_not_used(cache, monkeypatch):
+    """/proc is a directory that its owner may write to, but it takes no folders."""
+    monkeypatch.setenv("TANDEM_CACHE", "/proc/tandem")
+    assert compile_caches()[INDUCTOR] == torch_default()
+
+
 def test_no_home_directory_is_not_an_error(cache, monkeypatch):
     monkeypatch.setenv("TANDEM_CACHE", "~nobody-of-this-name/cache")
     assert compile_caches()[INDUCTOR] == torch_default()

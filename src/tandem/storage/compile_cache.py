@@ -60,11 +60,17 @@ def _torch_default() -> str | None:
 
 
 def _own_folder() -> str | None:
-    """Return this user's folder in tandem's cache. Return None if it is another user's or cannot be written. Creates nothing."""
+    """Return this user's folder in tandem's cache, or None if it is another user's or cannot be written. Leaves nothing there."""
     try:
         folder = cache_dir().absolute() / f"compile-{os.getuid()}"
         existing = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
-        is_usable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-        return str(folder) if is_usable and (existing != folder or folder.stat().st_uid == os.getuid()) else None
+        if existing == folder:
+            is_usable = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK) and folder.stat().st_uid == os.getuid()
+        else:
+            Path(
+                tempfile.mkdtemp(prefix=".tandem-", dir=existing)
+            ).rmdir()  # torch ends with a traceback where it cannot do this
+            is_usable = True
+        return str(folder) if is_usable else None
     except (OSError, RuntimeError):  # RuntimeError: there is no home directory
         return None

