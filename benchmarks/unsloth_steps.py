@@ -197,7 +197,7 @@ def main() -> None:
     if o.micro_batch is None:
         sizes = [2**power for power in range(o.largest.bit_length() - 1, -1, -1)]
         for size in (one for one in sizes if o.pairs % one == 0):
-            command = [sys.executable, *sys.argv, "--micro-batch", str(size)]
+            command = [sys.executable, *sys.argv, "--data", str(o.data), "--micro-batch", str(size)]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
             if done.returncode == 0:
                 print(done.stdout.splitlines()[-1])

@@ -42,6 +42,7 @@ def test_continuous_batching_samples_every_completion(folder):
 
 
 def test_the_memory_is_given_back_between_two_models(folder):
+    before = torch.cuda.memory_allocated()  # what earlier tests in this process keep
     ids(folder)
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_allocated() < 2**27
+    assert torch.cuda.memory_allocated() < before + 2**24

@@ -64,7 +64,7 @@ def test_compiled_dora_layers_train_the_same_weights(published, tmp_path):
 
 @pytest.mark.parametrize("compiled", ["true", "false"])
 def test_adapters_of_experts_learn_and_are_exported(tmp_path, compiled):
-    folder = model_folder(tmp_path / "experts", "qwen3_moe", initializer_range=0.05)
+    folder = model_folder(tmp_path / "experts", "qwen3_moe", initializer_range=0.05, head_dim=16)
     settings = [*LORA, "policy.lora.target_parameters=[gate_up_proj,down_proj]", "policy.lora.target_modules=[]"]
     settings += [f"policy.model_name={folder}", "data.train.data_path=embedded", "policy.optimizer.kwargs.lr=1e-3"]
     run = short_run(tmp_path / "run", *settings, f"policy.compile={compiled}")

@@ -35,7 +35,7 @@ from tandem.model.distributed.context import Context
 from tandem.model.distributed.process_group import join_process_group, leave_process_group
 from tandem.packing.layout import lay_out
 
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.gpu
 
 STEPS = 4
 COMMON = [
@@ -117,19 +117,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def runs(folder):
-    """All runs. Those with the same number of ranks share their processes."""
-    for count in (2, 4):
-        chosen = {name: overrides for name, (ranks, overrides, *_) in CASES.items() if ranks == count}
-        run_together(
-            count,
-            [[*COMMON, *overrides, f"run.dir={run_dir(folder, name)}"] for name, overrides in chosen.items()],
-            folder,
-        )
-    return folder
-
-
 def assert_alike(several, one, bounds, start=MODEL):
     for this, that in zip(metrics_of(several), metrics_of(one), strict=True):
         assert this["num_pairs"] == that["num_pairs"]
@@ -147,10 +134,12 @@ def trained_alone(folder, overrides):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_several_ranks_train_the_same_model_as_one(name, runs, monkeypatch):
-    monkeypatch.chdir(runs)
-    _, overrides, bounds = CASES[name]
-    assert_alike(run_dir(runs, name), trained_alone(runs, overrides), bounds)
+def test_several_ranks_train_the_same_model_as_one(name, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    ranks, overrides, bounds = CASES[name]
+    several = run_dir(folder, name)
+    run_together(ranks, [[*COMMON, *overrides, f"run.dir={several}"]], folder)
+    assert_alike(several, trained_alone(folder, overrides), bounds)
 
 
 @pytest.mark.parametrize("name", ["shards", "compiled", "low precision"])
@@ -161,19 +150,21 @@ def test_a_run_with_another_seed_would_be_found(name, folder, monkeypatch):
     assert difference_to_movement(weights_of(other), weights_of(one), MODEL) > bounds.movement
 
 
-def test_a_run_saved_by_four_ranks_resumes_on_two_and_on_one(runs, monkeypatch):
-    monkeypatch.chdir(runs)
+def test_a_run_saved_by_four_ranks_resumes_on_two_and_on_one(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    four = folder / "four"
+    run_together(4, [[*COMMON, *EXACT, CONTEXT_2, f"run.dir={four}"]], folder)
     cuts = {}
     for count in (1, 2):
-        cuts[count] = cut = runs / f"cut-{count}"
-        shutil.copytree(run_dir(runs, "two by two"), cut, symlinks=True)
+        cuts[count] = cut = folder / f"cut-{count}"
+        shutil.copytree(four, cut, symlinks=True)
         shutil.rmtree(cut / "model")
         shutil.rmtree(cut / f"checkpoints/step_{STEPS}")
     short_run(cuts[1], *COMMON, *EXACT)
-    said = run_together(2, [[*COMMON, *EXACT, f"run.dir={cuts[2]}"]], runs)
+    said = run_together(2, [[*COMMON, *EXACT, f"run.dir={cuts[2]}"]], folder)
     assert f"Resuming from {cuts[2]}/checkpoints/step_2" in said[0]
     for cut in cuts.values():
-        assert_alike(cut, run_dir(runs, "two by two"), FLOAT32)
+        assert_alike(cut, four, FLOAT32)
 
 
 def test_a_killed_and_a_hung_rank_are_named_and_the_run_resumes_to_the_same_end(folder):

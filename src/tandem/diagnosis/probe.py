@@ -20,7 +20,7 @@ def probe() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "transformers": transformers.__version__,
-        "attention": describe_attention(Policy(), device),
+        "attention": describe_attention(Policy(), device, None),
         "memory": device_memory(torch.device("cpu")),
         "driver": _driver(),
         "devices": [_device(number) for number in range(torch.cuda.device_count())],

@@ -245,7 +245,7 @@ class _Loader:
             seed=self.config.run.seed,
             hidden_size=source.config.get_text_config().hidden_size,
         )
-        refuse_large_masks(packer.length, min(packer.length, int(packer.sizes.max())), policy, device)
+        refuse_large_masks(packer.length, min(packer.length, int(packer.sizes.max())), policy, device, source.config)
         return packer
 
     def references(
@@ -263,7 +263,9 @@ class _Loader:
         computed = {
             "transformers": transformers.__version__,
             "precision": f"{machine.precision}, {self.dtype(source, machine)} weights",
-            "attention": "unpacked" if policy.packing.mode == "none" else attention_kind(policy, self.ranks.device),
+            "attention": "unpacked"
+            if policy.packing.mode == "none"
+            else attention_kind(policy, self.ranks.device, source.config),
         }
         loaded: list[Policy] = []
 

@@ -17,6 +17,8 @@ from tandem.model.files.source import ModelSource, describe
 from tandem.model.head import auto_head_chunk
 from tandem.model.policy import Policy
 
+FLEX_HEAD = 16  # FlexAttention is compiled for no smaller heads (torch 2.11 to 2.13)
+
 
 def load_policy(
     source: ModelSource,
@@ -50,7 +52,7 @@ def as_policy(model: Any, source: ModelSource, policy: PolicyConfig, device: tor
         chunk = auto_head_chunk(source.vocabulary, device)
     packed = policy.packing.mode != "none"
     head = head_of(model, chunk=chunk)
-    return Policy(model.eval(), packed=packed, attention=attention_kind(policy, device), head=head)
+    return Policy(model.eval(), packed=packed, attention=attention_kind(policy, device, source.config), head=head)
 
 
 def unloaded_model(source: ModelSource, policy: PolicyConfig, dtype: torch.dtype) -> UnloadedModel | None:
@@ -143,17 +145,23 @@ def empty_model(source: ModelSource, *, complete: bool = False) -> Any:
         ) from None
 
 
-def attention_kind(policy: PolicyConfig, device: torch.device) -> AttentionKind:
+def attention_kind(policy: PolicyConfig, device: torch.device, config: Any) -> AttentionKind:
     """Return how attention inside packs is computed: flex, varlen, sdpa (with a dense mask) or trees.
 
-    `trees` computes each prompt with its completions separately. Raise MachineError if the device does not support
-    policy.attention.
+    `trees` computes each prompt with its completions separately. `config`: the model's, or None if there is no model yet. Raise
+    MachineError if the device does not support policy.attention.
     """
+    smallest = FLEX_HEAD if config is None else smallest_head(config)
     if policy.attention == "flex" and device.type != "cuda":
         raise MachineError(
             "policy.attention = flex: FlexAttention has no backward pass on the CPU. Use policy.attention=auto or sdpa."
         )
-    if policy.attention == "auto" and device.type == "cuda":
+    if policy.attention == "flex" and policy.packing.mode != "none" and smallest < FLEX_HEAD:
+        raise ConfigError(
+            f"policy.attention = flex: FlexAttention needs heads of at least {FLEX_HEAD} numbers, and those of this model have "
+            f"{smallest}. Use policy.attention=auto."
+        )
+    if policy.attention == "auto" and device.type == "cuda" and smallest >= FLEX_HEAD:
         return "flex"
     if policy.attention in ("auto", "sdpa"):
         # Trees differ in size from row to row: each size would be compiled separately, and a GPU would need too many launches.
@@ -161,7 +169,16 @@ def attention_kind(policy: PolicyConfig, device: torch.device) -> AttentionKind:
     return policy.attention
 
 
-def describe_attention(policy: PolicyConfig, device: torch.device) -> str:
+def smallest_head(config: Any) -> int:
+    """Return the smallest number of dimensions of a model's queries, keys or values, per head."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    sizes = [getattr(text, name, None) for name in ("head_dim", "v_head_dim", "qk_head_dim")]
+    given = [size for size in sizes if isinstance(size, int)]
+    return min(given) if given else text.hidden_size // heads if isinstance(heads, int) and heads else FLEX_HEAD
+
+
+def describe_attention(policy: PolicyConfig, device: torch.device, config: Any) -> str:
     if policy.packing.mode == "none":
         return "the model's own"
     return {
@@ -169,7 +186,7 @@ def describe_attention(policy: PolicyConfig, device: torch.device) -> str:
         "varlen": "flash kernels" if device.type == "cuda" else "a sequence at a time",
         "sdpa": "with dense masks",
         "trees": "a preference at a time",
-    }[attention_kind(policy, device)]
+    }[attention_kind(policy, device, config)]
 
 
 def check_varlen(source: ModelSource, policy: PolicyConfig, precision: str, device: torch.device) -> None:

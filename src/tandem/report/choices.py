@@ -35,7 +35,7 @@ def describe_computation(setup: Setup) -> str:
     """Describe the device, the attention implementation, and whether layers are compiled or recomputed."""
     where = torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else "the CPU"
     layers = "compiled, which takes a while the first time" if setup.compiles else "not compiled"
-    attention = describe_attention(setup.config.policy, setup.device)
+    attention = describe_attention(setup.config.policy, setup.device, setup.source.config)
     recomputed = RECOMPUTED[setup.config.policy.activation_checkpointing]
     recurrent = _recurrent_layers(setup)
     return f"on {where}; attention: {attention}; {recurrent}layers: {layers}{recomputed}"

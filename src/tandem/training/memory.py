@@ -246,13 +246,13 @@ def filler_warning(packer: Packer, policy: PolicyConfig) -> str | None:
 
 
 def refuse_large_masks(
-    length: int, longest: int, policy: PolicyConfig, device: torch.device, memory: int | None = None
+    length: int, longest: int, policy: PolicyConfig, device: torch.device, config: Any, memory: int | None = None
 ) -> None:
     """Raise MachineError if the dense attention masks of rows do not fit in memory.
 
-    `length`: tokens per row. `longest`: tokens of the longest preference.
+    `length`: tokens per row. `longest`: tokens of the longest preference. `config`: the model's.
     """
-    kind = attention_kind(policy, device)
+    kind = attention_kind(policy, device, config)
     if policy.packing.mode == "none" or kind not in ("sdpa", "trees"):
         return
     tokens = policy.packing.packs_per_micro_batch * length

@@ -21,7 +21,7 @@ from tandem.model.architecture import architecture_of, check_packable, windows_o
 from tandem.model.distributed.process_group import leave_process_group
 from tandem.model.files.source import ModelSource, find_model, find_source, find_tokenizer, weights_fingerprint
 from tandem.model.files.tiny import tiny_model
-from tandem.model.load import attention_kind, load_policy
+from tandem.model.load import attention_kind, load_policy, smallest_head
 from tandem.packing.layout import lay_out
 from tandem.terminal.commands import export_call, resume_call
 from tandem.training.start.setup import set_up
@@ -238,12 +238,30 @@ def test_position_scaling_of_only_some_layers_is_refused_too(folder, max_positio
     ],
 )
 def test_attention_is_computed_tree_by_tree_on_an_uncompiled_cpu(device, policy, kind):
-    assert attention_kind(Policy(**policy), torch.device(device)) == kind
+    assert attention_kind(Policy(**policy), torch.device(device), None) == kind
+
+
+@pytest.mark.parametrize(
+    ("sizes", "smallest"),
+    [({}, 8), ({"head_dim": 32}, 32), ({"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": None}, 2)],
+)
+def test_heads_too_small_for_flex_attention_use_dense_masks_on_a_gpu(sizes, smallest):
+    config, cuda = tiny_config("llama", **sizes), torch.device("cuda")
+    assert smallest_head(config) == smallest
+    assert attention_kind(Policy(), cuda, config) == ("flex" if smallest >= 16 else "sdpa")
+    if smallest < 16:
+        with pytest.raises(ConfigError, match=rf"at least 16 numbers, and those of this model have {smallest}\. Use "):
+            attention_kind(Policy(attention="flex"), cuda, config)
+
+
+def test_the_smallest_head_of_compressed_attention_is_that_of_its_values():
+    config = tiny_config("deepseek_v3", v_head_dim=8, qk_nope_head_dim=16, qk_rope_head_dim=16)
+    assert attention_kind(Policy(), torch.device("cuda"), config) == "sdpa"
 
 
 def test_flex_attention_is_refused_on_the_cpu():
     with pytest.raises(ConfigError) as refused:
-        attention_kind(Policy(attention="flex"), CPU)
+        attention_kind(Policy(attention="flex"), CPU, None)
     assert str(refused.value) == (
         "policy.attention = flex: FlexAttention has no backward pass on the CPU. Use policy.attention=auto or sdpa."
     )

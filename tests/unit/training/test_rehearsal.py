@@ -65,7 +65,9 @@ def test_every_micro_batch_of_a_run_has_a_shape_that_was_compiled(packing, num_r
 
 def setup_of(device: str, *, compiles: bool, **keys: str) -> Any:
     config = load_config(None, [f"policy.{key}={value}" for key, value in keys.items()]).config
-    return SimpleNamespace(config=config, device=torch.device(device), compiles=compiles, source=None, lora=None)
+    return SimpleNamespace(
+        config=config, device=torch.device(device), compiles=compiles, source=SimpleNamespace(config=None), lora=None
+    )
 
 
 @pytest.mark.parametrize(

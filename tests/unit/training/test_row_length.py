@@ -325,17 +325,17 @@ def test_masks_larger_than_the_memory_are_refused_before_weights_load(monkeypatc
     monkeypatch.setattr(row_length.os, "sysconf", {"SC_PHYS_PAGES": 2**20, "SC_PAGE_SIZE": 4096}.__getitem__)
     cpu, packed = torch.device("cpu"), Policy(packing=Packing(pack_length=1_000_000))
     with pytest.raises(ConfigError) as refused:
-        refuse_large_masks(1_000_064, 1_000_064, packed, cpu)
+        refuse_large_masks(1_000_064, 1_000_064, packed, cpu, None)
     assert str(refused.value) == (
         "policy.packing.pack_length = 1000000: rows of 1,000,064 tokens need a mask of 4657.2 GiB for preferences of up "
         "to 1,000,064 tokens, and this device has 4.0 GiB. Lower policy.packing.pack_length, or "
         "policy.max_total_sequence_length if a single preference is that long."
     )
-    refuse_large_masks(29_184, 29_184, packed, cpu)  # 4.0 GiB
-    refuse_large_masks(1_000_064, 2_048, packed, cpu)  # 1.9
-    refuse_large_masks(1_000_064, 1_000_064, Policy(packing=Packing(mode="none")), cpu)
+    refuse_large_masks(29_184, 29_184, packed, cpu, None)  # 4.0 GiB
+    refuse_large_masks(1_000_064, 2_048, packed, cpu, None)  # 1.9
+    refuse_large_masks(1_000_064, 1_000_064, Policy(packing=Packing(mode="none")), cpu, None)
     with pytest.raises(ConfigError, match="need a mask"):
-        refuse_large_masks(29_184, 29_184, Policy(packing=Packing(packs_per_micro_batch=2)), cpu)
+        refuse_large_masks(29_184, 29_184, Policy(packing=Packing(packs_per_micro_batch=2)), cpu, None)
 
 
 def test_compiled_on_a_cpu_a_mask_is_over_whole_rows(monkeypatch):
@@ -343,18 +343,18 @@ def test_compiled_on_a_cpu_a_mask_is_over_whole_rows(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"need a mask of 4.7 GiB where attention is dense \(policy.compile=true on a CPU\)"
     ):
-        refuse_large_masks(31_744, 2_048, Policy(compile=True), torch.device("cpu"))
+        refuse_large_masks(31_744, 2_048, Policy(compile=True), torch.device("cpu"), None)
 
 
 def test_on_a_gpu_only_what_was_asked_to_be_dense_is_refused(monkeypatch):
     monkeypatch.setattr(
         row_length.torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=GIB)
     )
-    refuse_large_masks(65_536, 2_048, Policy(), torch.device("cuda"))
+    refuse_large_masks(65_536, 2_048, Policy(), torch.device("cuda"), None)
     with pytest.raises(
         ConfigError, match=r"20.0 GiB where attention is dense \(policy.attention=sdpa\), and this device has 1.0 GiB"
     ):
-        refuse_large_masks(65_536, 2_048, Policy(attention="sdpa"), torch.device("cuda"))
+        refuse_large_masks(65_536, 2_048, Policy(attention="sdpa"), torch.device("cuda"), None)
 
 
 def test_memory_is_checked_before_weights_load(monkeypatch):
@@ -370,4 +370,4 @@ def test_rows_fit_the_smallest_card_of_all_ranks(monkeypatch):
     with pytest.raises(OutOfMemoryError, match="and the GPU has 24:"):
         refuse_certain_overflow(need, *of_rows(2048), policy, card, memory=24 * GIB)
     with pytest.raises(ConfigError, match=r"and this device has 1\.0 GiB"):
-        refuse_large_masks(65_536, 2_048, Policy(attention="sdpa"), card, memory=GIB)
+        refuse_large_masks(65_536, 2_048, Policy(attention="sdpa"), card, None, memory=GIB)

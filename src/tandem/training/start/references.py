@@ -182,7 +182,9 @@ def _places_of_references(
         "transformers": transformers.__version__,
         # Loading weights in bfloat16 rounds differently than casting them to it later.
         "precision": f"{setup.precision}, {setup.weights_dtype} weights{', frozen in bfloat16' if rounded else ''}",
-        "attention": "unpacked" if policy.packing.mode == "none" else attention_kind(policy, setup.device),
+        "attention": "unpacked"
+        if policy.packing.mode == "none"
+        else attention_kind(policy, setup.device, setup.source.config),
     }
     places = {
         name: reference_name(weights, packer.store.tokens_fingerprint, arrangement=packer.arrangement, **computed)

@@ -29,7 +29,7 @@ def start_compile_workers(setup: Setup) -> None:
     Torch starts them with the first compilation, and compiles one kernel at a time until they are ready.
     """
     policy = setup.config.policy
-    has_flex = policy.packing.mode != "none" and attention_kind(policy, setup.device) == "flex"
+    has_flex = policy.packing.mode != "none" and attention_kind(policy, setup.device, setup.source.config) == "flex"
     if setup.device.type != "cuda" or not (setup.compiles or has_flex):
         return
     # Not a public function: it exists in torch 2.11 to 2.13. Without it, torch starts the processes later.

@@ -120,8 +120,9 @@ def set_up(
     given = config.reference.cache_dir
     if given is not None and config.reference.mode == "cached" and needs_reference(config.dpo.preference_loss):
         check_writable(Path(given), f"reference.cache_dir = {given}:", "Choose another reference.cache_dir.")
-    attention_kind(config.policy, device)
+    attention_kind(config.policy, device, None)
     source = check_model(config)
+    attention_kind(config.policy, device, source.config)
     machine = check_machine(config, source, device, mesh, ranks_here=ranks_here)
     return fit_to_machine(open_inputs(config, source, bar, machines=machines), machine, share, memory)
 
@@ -218,7 +219,7 @@ def fit_plan(
     plan, need = plan_rows(inputs, machine, share, memory)
     for packer in (plan.train, *plan.validation.values()):
         longest = min(packer.length, int(packer.sizes.max()))
-        refuse_large_masks(packer.length, longest, config.policy, device, memory=memory)
+        refuse_large_masks(packer.length, longest, config.policy, device, inputs.source.config, memory=memory)
     host = host_need(need, config, lora=machine.lora, mesh=machine.mesh, ranks_here=machine.ranks_here)
     if config.policy.optimizer.offload:
         refuse_full_host(host, machine.ranks_here)
