@@ -48,7 +48,7 @@ def prompts_from(given: str | Path | Sequence[Any]) -> tuple[list[Prompt], int]:
     """
     if isinstance(given, str | Path):
         return _read_files(str(given))
-    values = [one if isinstance(one, Mapping) else {"prompt": one} for one in given]
+    values = [dict(one) if isinstance(one, Mapping) else {"prompt": one} for one in given]
     rows = [ListedPrompt(value, "prompts", number) for number, value in enumerate(values)]
     if not rows:
         raise DataError("prompts is empty. Give a list of texts, lists of messages or rows, or the path of a file.")
