@@ -88,6 +88,7 @@ def run_request(request: Request, reporter: Reporter) -> Evaluation:
         PerPairFile(request.per_pair, measured.dpo).write(_tables(measured))
     total = results.total()
     is_rewarded = measured.scored_by == "implicit reward"
+    by_field = results.by_field(request.by)
     return Evaluation(
         model=request.subject.name,
         folder=str(measured.folder),
@@ -100,7 +101,8 @@ def run_request(request: Request, reporter: Reporter) -> Evaluation:
         by_set=results.by_set(),
         by_length=results.by_length(),
         by_rank_distance=results.by_rank_distance(),
-        by_field=results.by_field(),
+        by=(request.by or "subset") if by_field else None,
+        by_field=by_field,
         best_of_n=best_of_n(measured),
         calibration=results.calibration(),
         benchmarks=benchmarks(measured),
