@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from tandem.errors import TandemError
-from tandem.model.architecture import TEXT_MODELS
+from tandem.model.text_models import TEXT_MODELS
 from tandem.training.start import references
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"

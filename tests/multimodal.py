@@ -11,8 +11,8 @@ from safetensors import safe_open
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from tandem.model.architecture import TEXT_MODELS
 from tandem.model.files.tiny import tiny_model as embedded_model
+from tandem.model.text_models import TEXT_MODELS
 
 VISION = {
     "hidden_size": 32,

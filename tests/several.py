@@ -9,6 +9,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import torch
 from bfloat16_products import with_bfloat16_products
 
@@ -16,6 +17,34 @@ from tandem.config.load import load_config
 from tandem.model.distributed.process_group import leave_process_group
 from tandem.report.reporter import Reporter
 from tandem.training.trainer import train
+
+WORDS = ["the", "sky", "looks", "blue", "because", "air", "scatters", "short", "waves", "of", "sunlight", "again"]
+STEPS = 4
+# What runs that are compared with one rank share.
+FOUR_STEPS = [
+    *(f"dpo.max_num_steps={STEPS}", "dpo.max_num_epochs=4", "policy.optimizer.kwargs.lr=2e-4"),
+    "checkpointing.save_period=2",
+]
+VALIDATED = ["dpo.val_period=2", "dpo.val_batches=2"]
+
+
+def write_fours(folder: Path) -> None:
+    """Write fours.jsonl: prompts with four completions each, of random words."""
+    rng = np.random.default_rng(1)
+
+    def text() -> str:
+        return " ".join(rng.choice(WORDS, rng.integers(2, 9)))
+
+    fours = [
+        {"context": text(), "completions": [{"rank": rank, "completion": text()} for rank in range(4)]}
+        for _ in range(12)
+    ]
+    (folder / "fours.jsonl").write_text("".join(json.dumps(row) + "\n" for row in fours))
+
+
+def run_dir(folder: Path, name: str) -> Path:
+    """Where the run of a case is, by the name of the case."""
+    return folder / name.replace(" ", "_").replace(",", "")
 
 
 def environments(count: int) -> list[dict[str, str]]:

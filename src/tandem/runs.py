@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tandem.config.schema import Config
+from tandem.config.sections.datasets import DatasetFields
 from tandem.config.validation import flatten
 from tandem.errors import CheckpointError, ConfigError
 from tandem.run_numbers import Interval, accuracy_of, number_in, numbers_shown
@@ -42,6 +43,8 @@ MAX_ENTRIES = 10_000  # of a folder
 SHOWN_RESULTS = 3  # validation sets in a line of text
 # Keys that only say where a run is; every run has other values.
 PLACES = ("run.dir", "run.name", "config_version")
+
+VALIDATION_SETS = ("data.validation.", "data.val_data_paths.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +269,10 @@ class _Reader:
             self.problems.append("config.yaml is damaged, so no settings are shown.")
             return {}, {}
         config, defaults = flatten(stored), flatten(Config().model_dump())
+        of_sets = DatasetFields().model_dump()  # of validation sets, of which the default configuration has none
+        for key in config.keys() - defaults.keys():
+            if key.startswith(VALIDATION_SETS):
+                defaults[key] = of_sets.get(key.rpartition(".")[2])
         changed = {
             key: (value, defaults.get(key))
             for key, value in config.items()

@@ -6,16 +6,25 @@ import math
 import numpy as np
 import pytest
 import torch
-from adapters import assert_same, by_peft, in_a_pack, plain_model, trained_adapter, with_adapter
+from adapters import (
+    assert_export_is_as_in_memory,
+    assert_same,
+    assert_same_logps,
+    by_peft,
+    few_pairs_with_cache,
+    in_a_pack,
+    plain_model,
+    set_up_with,
+    trained_adapter,
+    with_adapter,
+)
 from experts import FAMILIES
-from models import model_folder, plain_token_logps, random_preference
-from running import SHORT, few_pairs, killed_after, largest_difference, metrics_of, short_run, weights_of
+from models import model_folder, random_preference
+from running import few_pairs, killed_after, largest_difference, metrics_of, short_run, weights_of
 from safetensors.torch import load_file
 
-from tandem.config.load import load_config
 from tandem.model.lora.adapters import load_adapted
 from tandem.model.lora.experts import AdaptedExperts
-from tandem.training.start.setup import set_up
 
 CPU = torch.device("cpu")
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
@@ -42,13 +51,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(base, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    files = [few_pairs(folder, 20), f"data.validation={folder}/few.jsonl", f"reference.cache_dir={folder}/cache"]
-    return [*files, f"policy.model_name={base}", "dpo.val_at_end=true"]
-
-
-def set_up_with(*overrides):
-    return set_up(load_config(None, [*SHORT, *overrides]).config, CPU)
+    return [*few_pairs_with_cache(tmp_path_factory.mktemp("data")), f"policy.model_name={base}", "dpo.val_at_end=true"]
 
 
 @pytest.mark.parametrize(
@@ -88,14 +91,6 @@ def trained(data, tmp_path_factory):
     return short_run(tmp_path_factory.mktemp("experts") / "run", *settings), settings
 
 
-def assert_same_logps(ours, theirs, setup):
-    with torch.no_grad():
-        for index in (0, 7, 15):
-            preference = setup.plan.train.store[index]
-            first, second = (torch.cat(plain_token_logps(model, preference)) for model in (ours, theirs))
-            torch.testing.assert_close(first, second, atol=1e-5, rtol=0)
-
-
 def test_the_reference_is_the_base_model_and_the_experts_learn(base, trained):
     run, _ = trained
     first, *_, last = metrics_of(run)
@@ -113,8 +108,7 @@ def test_exports_are_the_model_in_memory_load_in_peft_and_merge_as_in_peft(base,
     by_peft = with_adapter(base, run / "model")
     assert_same_logps(plain_model(merged / "model"), by_peft, set_up_with(*settings))
     for one in (run, merged):
-        memory, exported = (metrics_of(one, f"{split}-default")[-1] for split in ("validation", "exported"))
-        assert exported["loss"] == pytest.approx(memory["loss"], abs=1e-5)
+        assert_export_is_as_in_memory(one)
     by_hand = by_peft.merge_and_unload()
     by_hand.save_pretrained(tmp_path / "by-hand")
     assert largest_difference(weights_of(merged), load_file(tmp_path / "by-hand" / "model.safetensors")) < 1e-6

@@ -5,16 +5,22 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
-from adapters import plain_model, trained_adapter, with_adapter
-from models import MODEL, model_folder, plain_token_logps
+from adapters import (
+    assert_export_is_as_in_memory,
+    assert_same_logps,
+    few_pairs_with_cache,
+    plain_losses,
+    plain_model,
+    set_up_with,
+    trained_adapter,
+    with_adapter,
+)
+from models import MODEL, model_folder
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
-from running import SHORT, few_pairs, killed_after, largest_difference, metrics_of, short_run, weights_of
+from running import killed_after, largest_difference, metrics_of, short_run, weights_of
 from safetensors.torch import load_file
 
-from tandem.config.load import load_config
 from tandem.model.lora.adapters import load_adapted
-from tandem.training.start.setup import set_up
 
 CPU = torch.device("cpu")
 RATE, RATIO = 1e-3, 8.0
@@ -33,12 +39,7 @@ def untied(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    return [few_pairs(folder, 20), f"data.validation={folder}/few.jsonl", f"reference.cache_dir={folder}/cache"]
-
-
-def set_up_with(*overrides):
-    return set_up(load_config(None, [*SHORT, *overrides]).config, CPU)
+    return few_pairs_with_cache(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -76,21 +77,7 @@ def test_a_run_trains_the_same_weights_as_peft_in_a_plain_loop(untied, trained):
     slow = [parameter for name, parameter in parameters.items() if "lora_B" not in name]
     groups = [{"params": fast, "lr": RATIO * RATE}, {"params": slow, "lr": RATE}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.01, betas=(0.9, 0.98), eps=1e-5)
-    losses = []
-    for batch in setup.plan.batches.epoch(0)[:4]:
-        margins = []
-        for index in batch.preferences:
-            preference = setup.plan.train.store[int(index)]
-            chosen, rejected = (logps.sum() for logps in plain_token_logps(model, preference))
-            with torch.no_grad():
-                ref_chosen, ref_rejected = (logps.sum() for logps in plain_token_logps(base, preference))
-            margins.append((chosen - ref_chosen) - (rejected - ref_rejected))
-        loss = -F.logsigmoid(0.1 * torch.stack(margins)).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(list(parameters.values()), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
+    losses = plain_losses(model, base, setup, optimizer)
     assert [line["loss"] for line in metrics_of(run)] == pytest.approx(losses, rel=2e-5)
     want = {f"base_model.model.{name.replace('.default', '')}": p.detach() for name, p in parameters.items()}
     assert largest_difference(load_file(run / "model" / "adapter_model.safetensors"), want) < 2e-4
@@ -103,22 +90,13 @@ def test_the_reference_is_the_base_model(trained):
     assert first["accuracy"] == 0.5
 
 
-def assert_same_logps(ours, theirs, setup):
-    with torch.no_grad():
-        for index in (0, 7, 15):
-            preference = setup.plan.train.store[index]
-            first, second = (torch.cat(plain_token_logps(model, preference)) for model in (ours, theirs))
-            torch.testing.assert_close(first, second, atol=1e-5, rtol=0)
-
-
 def test_exports_are_the_model_in_memory_and_load_in_peft(untied, trained, tmp_path):
     run, settings = trained
     merged = short_run(tmp_path / "merged", *settings, "export.merge_lora=true", "checkpointing.enabled=false")
     by_peft = AutoPeftModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32, attn_implementation="eager")
     assert_same_logps(plain_model(merged / "model"), by_peft, set_up_with(*settings))
     for one in (run, merged):
-        memory, exported = (metrics_of(one, f"{split}-default")[-1] for split in ("validation", "exported"))
-        assert exported["loss"] == pytest.approx(memory["loss"], abs=1e-5)
+        assert_export_is_as_in_memory(one)
     start, end = load_file(untied / "model.safetensors"), weights_of(merged)
     moved = {name for name in start if not torch.equal(start[name], end[name])}
     assert moved == {
@@ -162,8 +140,7 @@ def test_tied_embeddings_are_trained_once_and_exported_under_both_names(data, tm
     assert not torch.equal(both[0], load_file(MODEL / "model.safetensors")["model.embed_tokens.weight"])
     described = json.loads((run / "model" / "adapter_config.json").read_text())
     assert described["modules_to_save"] == ["embed_tokens", "lm_head"]
-    memory, exported = (metrics_of(run, f"{split}-default")[-1] for split in ("validation", "exported"))
-    assert exported["loss"] == pytest.approx(memory["loss"], abs=1e-5)
+    assert_export_is_as_in_memory(run)
     by_peft = AutoPeftModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32, attn_implementation="eager")
     setup = set_up_with(*settings, f"policy.lora.adapter={run}/model")
     assert_same_logps(load_adapted(setup.source, setup.config.policy, CPU, setup.lora).model, by_peft, setup)

@@ -6,14 +6,22 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from adapters import plain_model, trained_adapter, with_adapter
+from adapters import (
+    assert_export_is_as_in_memory,
+    assert_same_logps,
+    few_pairs_with_cache,
+    plain_losses,
+    plain_model,
+    set_up_with,
+    trained_adapter,
+    with_adapter,
+)
 from models import as_policy, model_folder, plain_token_logps, random_preference
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
-from running import SHORT, few_pairs, killed_after, largest_difference, metrics_of, short_run, weights_of
+from running import killed_after, largest_difference, metrics_of, short_run, weights_of
 from safetensors.torch import load_file
 from torch import nn
 
-from tandem.config.load import load_config
 from tandem.model.distributed.layers import freeze, shard
 from tandem.model.distributed.process_group import join_process_group
 from tandem.model.lora import magnitudes
@@ -22,7 +30,6 @@ from tandem.model.lora.dora import DoraLinear, add_magnitudes
 from tandem.model.lora.magnitudes import begin
 from tandem.packing.layout import lay_out
 from tandem.training.start.references import load_sharded
-from tandem.training.start.setup import set_up
 
 CPU = torch.device("cpu")
 RATE = 1e-3
@@ -41,13 +48,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(base, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    files = [few_pairs(folder, 20), f"data.validation={folder}/few.jsonl", f"reference.cache_dir={folder}/cache"]
-    return [*files, f"policy.model_name={base}"]
-
-
-def set_up_with(*overrides):
-    return set_up(load_config(None, [*SHORT, *overrides]).config, CPU)
+    return [*few_pairs_with_cache(tmp_path_factory.mktemp("data")), f"policy.model_name={base}"]
 
 
 def randomise(model, *, seed=2):
@@ -208,21 +209,7 @@ def test_a_run_trains_the_same_weights_as_peft_in_a_plain_loop(base, trained):
                 torch.testing.assert_close(parameter, own[name], rtol=1e-6, atol=0)
             parameter.copy_(own[name])
     optimizer = torch.optim.AdamW(named.values(), lr=RATE, weight_decay=0.01, betas=(0.9, 0.98), eps=1e-5)
-    losses = []
-    for batch in setup.plan.batches.epoch(0)[:4]:
-        margins = []
-        for index in batch.preferences:
-            preference = setup.plan.train.store[int(index)]
-            chosen, rejected = (logps.sum() for logps in plain_token_logps(model, preference))
-            with torch.no_grad():
-                ref_chosen, ref_rejected = (logps.sum() for logps in plain_token_logps(start, preference))
-            margins.append((chosen - ref_chosen) - (rejected - ref_rejected))
-        loss = -F.logsigmoid(0.1 * torch.stack(margins)).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(list(named.values()), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
+    losses = plain_losses(model, start, setup, optimizer)
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
     assert [line["loss"] for line in metrics_of(run)] == pytest.approx(losses, rel=2e-5)
     saved = load_file(run / "model" / "adapter_model.safetensors")
@@ -232,14 +219,6 @@ def test_a_run_trains_the_same_weights_as_peft_in_a_plain_loop(base, trained):
     assert largest_difference(saved, want) < 2e-4
 
 
-def assert_same_logps(ours, theirs, setup, atol=1e-5):
-    with torch.no_grad():
-        for index in (0, 7, 15):
-            preference = setup.plan.train.store[index]
-            first, second = (torch.cat(plain_token_logps(model, preference)) for model in (ours, theirs))
-            torch.testing.assert_close(first, second, atol=atol, rtol=0)
-
-
 def test_exports_are_the_model_in_memory_load_in_peft_and_merge_as_in_peft(base, trained, tmp_path):
     run, settings = trained
     assert json.loads((run / "model" / "adapter_config.json").read_text())["use_dora"] is True
@@ -247,8 +226,7 @@ def test_exports_are_the_model_in_memory_load_in_peft_and_merge_as_in_peft(base,
     by_peft = with_adapter(base, run / "model")
     assert_same_logps(plain_model(merged / "model"), by_peft, set_up_with(*settings))
     for one in (run, merged):
-        memory, exported = (metrics_of(one, f"{split}-default")[-1] for split in ("validation", "exported"))
-        assert exported["loss"] == pytest.approx(memory["loss"], abs=1e-5)
+        assert_export_is_as_in_memory(one)
     by_hand = by_peft.merge_and_unload().state_dict()
     found, start = weights_of(merged), load_file(base / "model.safetensors")
     assert largest_difference(found, {name: by_hand[name] for name in found}) < 1e-6

@@ -6,17 +6,17 @@ import os
 import shutil
 from pathlib import Path
 
+import adapters
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from adapters import plain_model, trained_adapter, with_adapter
+from adapters import plain_losses, plain_model, trained_adapter, with_adapter
 from models import MODEL, as_policy, plain_token_logps, random_preference, tiny_model
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
-from running import SHORT, killed_after, largest_difference, metrics_of, short_run, weights_of
+from running import killed_after, largest_difference, metrics_of, short_run, weights_of
 from safetensors.torch import load_file
 
-from tandem.config.load import load_config
 from tandem.embedded.files import TRAIN, VALIDATION
 from tandem.errors import CheckpointError, ConfigError
 from tandem.model.architecture import decoder_layers, head_of
@@ -28,7 +28,6 @@ from tandem.model.reference import CachedReference
 from tandem.packing.layout import lay_out
 from tandem.storage.cache import read_manifest
 from tandem.training.checkpoint.parts import names_in
-from tandem.training.start.setup import set_up
 
 CPU = torch.device("cpu")
 LORA = ["policy.lora.enabled=true", "policy.lora.dim=4"]
@@ -58,7 +57,7 @@ def adapter(tmp_path_factory):
 
 
 def set_up_with(*overrides):
-    return set_up(load_config(None, [*SHORT, *DATA, *overrides]).config, CPU)
+    return adapters.set_up_with(*DATA, *overrides)
 
 
 def cached_values(cache, setup, besides):
@@ -196,21 +195,7 @@ def test_a_run_trains_the_same_adapters_as_peft_in_a_plain_loop(trained):
             if parameter.requires_grad:
                 parameter.copy_(own[name.removeprefix("base_model.model.")])
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01, betas=(0.9, 0.98), eps=1e-5)
-    losses = []
-    for batch in setup.plan.batches.epoch(0)[:4]:
-        margins = []
-        for index in batch.preferences:
-            preference = setup.plan.train.store[int(index)]
-            chosen, rejected = (logps.sum() for logps in plain_token_logps(model, preference))
-            with torch.no_grad():
-                ref_chosen, ref_rejected = (logps.sum() for logps in plain_token_logps(base, preference))
-            margins.append((chosen - ref_chosen) - (rejected - ref_rejected))
-        loss = -F.logsigmoid(0.1 * torch.stack(margins)).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        losses.append(loss.item())
+    losses = plain_losses(model, base, setup, optimizer)
     np.testing.assert_allclose([line["loss"] for line in metrics_of(run)], losses, rtol=2e-5)
     want = {n.replace(".default", ""): p.detach() for n, p in model.named_parameters() if p.requires_grad}
     assert largest_difference(load_file(run / "model" / "adapter_model.safetensors"), want) < 2e-4

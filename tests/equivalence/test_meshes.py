@@ -1,24 +1,16 @@
 """Two ranks that divide rows, keep gathered weights or hold a replica each train the same model as one rank."""
 
-import json
-
-import numpy as np
 import pytest
 from models import model_folder
 from running import SHORT, assert_trained_alike, few_pairs, long_preferences, metrics_of, short_run
+from several import FOUR_STEPS, STEPS, VALIDATED, run_dir, write_fours
 from together import run_together
 
-WORDS = ["the", "sky", "looks", "blue", "because", "air", "scatters", "short", "waves", "of", "sunlight", "again"]
-STEPS = 4
 COMMON = [
     *SHORT,
-    f"dpo.max_num_steps={STEPS}",
-    "dpo.max_num_epochs=4",
-    "policy.optimizer.kwargs.lr=2e-4",
+    *FOUR_STEPS,
+    *VALIDATED,
     "policy.packing.pack_length=512",
-    "dpo.val_period=2",
-    "dpo.val_batches=2",
-    "checkpointing.save_period=2",
 ]
 CONTEXT, KEPT = "policy.parallel.context=2", "policy.parallel.reshard_after_forward=false"
 LIVE = "reference.mode=live"
@@ -50,16 +42,7 @@ OF_RANKS = ("policy.parallel.", "policy.optimizer.offload", "policy.activation_c
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("meshes")
-    rng = np.random.default_rng(1)
-
-    def text():
-        return " ".join(rng.choice(WORDS, rng.integers(2, 9)))
-
-    fours = [
-        {"context": text(), "completions": [{"rank": rank, "completion": text()} for rank in range(4)]}
-        for _ in range(12)
-    ]
-    (folder / "fours.jsonl").write_text("".join(json.dumps(row) + "\n" for row in fours))
+    write_fours(folder)
     few_pairs(folder)
     return folder
 
@@ -72,10 +55,6 @@ def settings(folder, name):
         f"data.train.data_path={rows}",
         f"data.validation.data_path={rows}",
     ]
-
-
-def run_dir(folder, name):
-    return folder / name.replace(" ", "_").replace(",", "")
 
 
 def train_on_two_ranks(folder, names):

@@ -7,19 +7,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from adapters import assert_same, by_peft, in_a_pack, plain_model, trained_adapter, with_adapter
-from models import MODEL, bfloat16_start, model_folder, plain_token_logps, random_preference
+from adapters import (
+    assert_export_is_as_in_memory,
+    assert_same,
+    assert_same_logps,
+    by_peft,
+    few_pairs_with_cache,
+    in_a_pack,
+    plain_losses,
+    plain_model,
+    set_up_with,
+    trained_adapter,
+    with_adapter,
+)
+from models import MODEL, bfloat16_start, model_folder, random_preference
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
-from running import SHORT, few_pairs, killed_after, largest_difference, metrics_of, short_run, weights_of
+from running import SHORT, killed_after, largest_difference, metrics_of, short_run, weights_of
 from safetensors.torch import load_file
 from together import run_together
 
-from tandem.config.load import load_config
 from tandem.model.distributed.layers import freeze, shard
 from tandem.model.distributed.process_group import join_process_group
 from tandem.model.lora.adapters import load_adapted
-from tandem.training.start.setup import set_up
 
 CPU = torch.device("cpu")
 RATE = 1e-3
@@ -40,12 +49,7 @@ def untied(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    return [few_pairs(folder, 20), f"data.validation={folder}/few.jsonl", f"reference.cache_dir={folder}/cache"]
-
-
-def set_up_with(*overrides):
-    return set_up(load_config(None, [*SHORT, *overrides]).config, CPU)
+    return few_pairs_with_cache(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -68,21 +72,7 @@ def trained_by_peft(base, setup) -> tuple[list[float], dict[str, torch.Tensor]]:
             if "lora_" in name:
                 parameter.copy_(own[name.replace("base_model.", "", 1)])
     optimizer = torch.optim.AdamW(list(parameters.values()), lr=RATE, weight_decay=0.01, betas=(0.9, 0.98), eps=1e-5)
-    losses = []
-    for batch in setup.plan.batches.epoch(0)[:4]:
-        margins = []
-        for index in batch.preferences:
-            preference = setup.plan.train.store[int(index)]
-            chosen, rejected = (logps.sum() for logps in plain_token_logps(model, preference))
-            with torch.no_grad():
-                ref_chosen, ref_rejected = (logps.sum() for logps in plain_token_logps(start, preference))
-            margins.append((chosen - ref_chosen) - (rejected - ref_rejected))
-        loss = -F.logsigmoid(0.1 * torch.stack(margins)).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(list(parameters.values()), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
+    losses = plain_losses(model, start, setup, optimizer)
     return losses, {name.replace(".default", ""): parameter.detach() for name, parameter in parameters.items()}
 
 
@@ -134,14 +124,6 @@ def test_packed_logps_and_gradients_equal_peft_on_each_sequence_alone(family, ti
     assert_same(found, wanted, atol=5e-5)
 
 
-def assert_same_logps(ours, theirs, setup):
-    with torch.no_grad():
-        for index in (0, 7, 15):
-            preference = setup.plan.train.store[index]
-            first, second = (torch.cat(plain_token_logps(model, preference)) for model in (ours, theirs))
-            torch.testing.assert_close(first, second, atol=1e-5, rtol=0)
-
-
 def test_the_reference_is_the_base_model(trained):
     run, _ = trained
     first = metrics_of(run)[0]
@@ -157,8 +139,7 @@ def test_exports_are_the_model_in_memory_and_load_in_peft(trained, tmp_path):
     by_peft = AutoPeftModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32, attn_implementation="eager")
     assert_same_logps(plain_model(merged / "model"), by_peft, set_up_with(*settings))
     for one in (run, merged):
-        memory, exported = (metrics_of(one, f"{split}-default")[-1] for split in ("validation", "exported"))
-        assert exported["loss"] == pytest.approx(memory["loss"], abs=1e-5)
+        assert_export_is_as_in_memory(one)
     start, end = load_file(MODEL / "model.safetensors"), weights_of(merged)
     moved = {name for name in start if not torch.equal(start[name], end[name])}
     adapted = (f"model.layers.{i}.{one}.weight" for i in range(2) for one in ("self_attn.q_proj", "mlp.down_proj"))

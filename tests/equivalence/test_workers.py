@@ -1,9 +1,7 @@
 """Several ranks train the same model as one, for every loss, packing and model."""
 
-import json
 import shutil
 
-import numpy as np
 import pytest
 from hybrids import hybrid_settings
 from models import MODEL, bfloat16_start, model_folder
@@ -17,28 +15,19 @@ from running import (
     short_run,
     weights_of,
 )
+from several import FOUR_STEPS, STEPS, VALIDATED, write_fours
 from together import run_together
 
-WORDS = ["the", "sky", "looks", "blue", "because", "air", "scatters", "short", "waves", "of", "sunlight", "again"]
-STEPS = 4
 COMMON = [
     *SHORT,
-    f"dpo.max_num_steps={STEPS}",
-    "dpo.max_num_epochs=4",
-    "policy.optimizer.kwargs.lr=2e-4",
-    "dpo.val_period=2",
-    "dpo.val_batches=2",
+    *FOUR_STEPS,
+    *VALIDATED,
     "dpo.val_at_end=true",
-    "checkpointing.save_period=2",
 ]
 FEW_BITS = [
     *("policy.weights=bfloat16_stochastic", "policy.precision=bfloat16", "policy.optimizer.state_dtype=int8"),
     "dpo.val_at_end=false",
 ]
-
-
-def text(rng):
-    return " ".join(rng.choice(WORDS, rng.integers(2, 9)))
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +38,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cases(folder):
     """The overrides of each run, by name."""
-    rng = np.random.default_rng(1)
-    fours = [
-        {"context": text(rng), "completions": [{"rank": rank, "completion": text(rng)} for rank in range(4)]}
-        for _ in range(12)
-    ]
-    (folder / "fours.jsonl").write_text("".join(json.dumps(row) + "\n" for row in fours))
+    write_fours(folder)
     model_folder(folder / "experts", "qwen3_moe")
     model_folder(folder / "hybrid", "granitemoehybrid", **hybrid_settings("granitemoehybrid"))
     few = [f"data.train.data_path={folder}/fours.jsonl", f"data.validation.data_path={folder}/fours.jsonl"]

@@ -3,7 +3,6 @@
 Over NCCL where there are enough GPUs; otherwise all ranks share the first GPU.
 """
 
-import json
 import math
 import shutil
 import signal
@@ -27,7 +26,19 @@ from running import (
     short_run,
     weights_of,
 )
-from several import ends, environments, lost, named, run_together, start, wait_for
+from several import (
+    FOUR_STEPS,
+    STEPS,
+    ends,
+    environments,
+    lost,
+    named,
+    run_dir,
+    run_together,
+    start,
+    wait_for,
+    write_fours,
+)
 
 from tandem.config.sections.parallel import Parallel
 from tandem.data.text.tokens import TokenizedPreference
@@ -37,22 +48,17 @@ from tandem.packing.layout import lay_out
 
 pytestmark = pytest.mark.gpu
 
-STEPS = 4
 COMMON = [
     *SHORT,
-    "dpo.max_num_epochs=4",
-    f"dpo.max_num_steps={STEPS}",
+    *FOUR_STEPS,
     "policy.train_global_batch_size=8",
-    "policy.optimizer.kwargs.lr=2e-4",
     "policy.packing.pack_length=512",
     "policy.compile=false",
-    "checkpointing.save_period=2",
     "data.train.data_path=few.jsonl",  # the reference is computed for all pairs
     "data.validation=null",
 ]
 EXACT = ["policy.precision=float32"]
 LOW_PRECISION = ["policy.weights=bfloat16_stochastic", "policy.optimizer.state_dtype=int8"]
-WORDS = ["the", "sky", "looks", "blue", "because", "air", "scatters", "short", "waves", "of", "sunlight", "again"]
 CONTEXT_2, CONTEXT_4 = "policy.parallel.context=2", "policy.parallel.context=4"
 KEPT = "policy.parallel.reshard_after_forward=false"
 
@@ -92,10 +98,6 @@ CASES = {
 }
 
 
-def run_dir(folder, name):
-    return folder / name.replace(" ", "_").replace(",", "")
-
-
 def for_one_rank(overrides):
     return [one for one in overrides if not one.startswith("policy.parallel.")]
 
@@ -103,16 +105,7 @@ def for_one_rank(overrides):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    rng = np.random.default_rng(1)
-
-    def text():
-        return " ".join(rng.choice(WORDS, rng.integers(2, 9)))
-
-    fours = [
-        {"context": text(), "completions": [{"rank": rank, "completion": text()} for rank in range(4)]}
-        for _ in range(12)
-    ]
-    (folder / "fours.jsonl").write_text("".join(json.dumps(row) + "\n" for row in fours))
+    write_fours(folder)
     few_pairs(folder)
     return folder
 

@@ -6,6 +6,8 @@ import pkgutil
 import subprocess
 import sys
 import types
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,10 @@ from tandem.api.result import TrainResult
 from tandem.api.rows import store_rows, with_places
 from tandem.config.load import load_config
 from tandem.errors import CallbackError, ConfigError, DataError
+from tandem.exporting.checkpoint import Exported
 from tandem.generation.generate import Generation
+from tandem.run_numbers import Interval
+from tandem.sweeping.records import SweepResult, SweepRun
 from tandem.terminal.printable import SECRETS, scrubbed
 from tandem.training.run.callbacks import Callbacks, check_callbacks
 from tandem.training.run.stopping import Stopping
@@ -43,7 +48,7 @@ def test_importing_tandem_and_its_help_load_neither_torch_nor_transformers():
 
 
 def test_every_public_name_is_found_and_listed():
-    assert set(tandem.__all__) <= set(dir(tandem))
+    assert [name for name in dir(tandem) if not name.startswith("__")] == sorted(tandem.__all__)
     for name in tandem.__all__:
         assert getattr(tandem, name) is not None
     functions = (
@@ -107,6 +112,43 @@ def test_a_notebook_prints_results_in_a_few_lines(tmp_path):
     first = repr(made).splitlines()
     assert first[0] == "<Generation by m: 1 prompt, 2 completions"
     assert first[1].startswith("  first: '\\x1b[2Jyes") and len(first[1]) < 160
+
+
+def test_a_notebook_prints_other_results_in_a_few_lines(tmp_path):
+    record = {"loss": 0.617, "accuracy": 0.75, "num_pairs": 40}
+    exported = Exported(
+        folder=tmp_path / "e", checkpoint=tmp_path / "step_3", step=3, form="model", dtype="float32",
+        in_memory={"default": record}, exported={"default": record}, not_measured=None,
+    )  # fmt: skip
+    assert repr(exported) == (
+        f"<Exported {tmp_path}/e: step 3, model, float32\n  default: loss 0.6170, accuracy 0.750>"
+    )
+    assert repr(replace(exported, exported={}, not_measured="no data")).endswith("float32\n  not measured: no data>")
+    first, second = make_run(tmp_path / "a-1"), make_run(tmp_path / "a-2")
+    assert repr(tandem.write_report(first)) == f"<Report {first}/report.html: a-1>"
+    assert repr(tandem.write_report([first, second], tmp_path / "c.html")) == (
+        f"<Report {tmp_path}/c.html: a-1, a-2; best: a-1>"
+    )
+    best = SweepRun(name="seed-1", path=first, values=("run.seed=1",), log=first / "log", status="finished")
+    best = replace(best, accuracy=Interval(0.9, 0.8, 0.95))
+    runs = (best, replace(best, name="seed-2"), replace(best, name="seed-3", status="failed"))
+    swept = SweepResult(folder=tmp_path, swept=("run.seed",), runs=runs, best=best)
+    assert repr(swept) == (
+        f"<SweepResult {tmp_path}: 3 runs (2 finished, 1 failed) of run.seed\n"
+        "  best: seed-1, accuracy 0.900 (0.800 to 0.950), not clearly>"
+    )
+    assert repr(replace(swept, best=None)) == f"<SweepResult {tmp_path}: 3 runs (2 finished, 1 failed) of run.seed>"
+
+
+def test_a_notebook_prints_where_settings_are_from_and_no_secrets(tmp_path, monkeypatch):
+    monkeypatch.setenv("PASSPHRASE", "correct-horse-battery")
+    (tmp_path / "run.yaml").write_text("data: {train: a.jsonl}", encoding="utf-8")
+    loaded = tandem.load_config(tmp_path / "run.yaml", {"run": {"seed": 3, "name": "${oc.env:PASSPHRASE}"}})
+    assert repr(loaded) == f"<LoadedConfig {tmp_path}/run.yaml\n  run.seed=3\n  run.name='${{oc.env:PASSPHRASE}}'>"
+    many = tandem.load_config([f"run.seed={number}" for number in range(10)])
+    assert repr(many).splitlines()[0] == "<LoadedConfig the embedded default"
+    assert repr(many).splitlines()[-2:] == ["  run.seed=7", "  2 more overrides>"]
+    SECRETS.clear()
 
 
 def test_an_error_about_rows_to_evaluate_names_them_and_not_their_file():
@@ -252,12 +294,14 @@ def test_secrets_of_a_configuration_in_use_stay_hidden(monkeypatch):
 
 def test_a_call_leaves_the_process_as_it_was(monkeypatch):
     monkeypatch.setenv("KEPT", "1")
+    filters = list(warnings.filters)
     before, state, hook = dict(os.environ), torch.get_rng_state(), sys.excepthook
     with own_process("a test"):
         monkeypatch.setattr(sys, "excepthook", lambda *_: None)  # as a process group does
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         del os.environ["KEPT"]
         torch.use_deterministic_algorithms(True)
+        warnings.filterwarnings("ignore", message="added by a package")
         torch.manual_seed(1)
         with pytest.raises(ConfigError) as error, own_process("tandem.train"):
             pass
@@ -267,6 +311,7 @@ def test_a_call_leaves_the_process_as_it_was(monkeypatch):
         "tandem.train: another call is at work in this process, which can do one at a time. Wait for it, or use another one."
     )
     assert sys.excepthook is hook
+    assert warnings.filters == filters
 
 
 def test_losses_are_listed_described_and_computed():
@@ -369,6 +414,119 @@ def test_data_to_evaluate_is_files_or_rows(data, kind, message):
     with pytest.raises(kind) as error:
         tandem.evaluate("embedded", data)
     assert str(error.value).startswith(message)
+
+
+METHODS = "on_step, on_validation, on_checkpoint, on_end"
+SETTINGS = 'Give a dict such as {"run.seed": 1}, or a list of texts such as "run.seed=1"'
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: tandem.train(callbacks=print),
+            f"callbacks is of type builtin_function_or_method. Give a list of objects with one of {METHODS}.",
+        ),
+        (lambda: tandem.train(verbosity="loud"), 'verbosity="loud": give silent, quiet, normal or verbose.'),
+        (lambda: tandem.train(verbosity=None), "verbosity is of type NoneType. Give silent, quiet, normal or verbose."),
+        (lambda: tandem.train(fresh="no"), 'fresh="no": give True or False.'),
+        (lambda: tandem.train(allow_env="HOME"), 'allow_env="HOME": give a list of texts.'),
+        (lambda: tandem.train(config=3), f"config is of type int. {SETTINGS}, or the path of a YAML file."),
+        (lambda: tandem.load_config([None]), f"config has an item of type NoneType. {SETTINGS}, or the path of a"),
+        (lambda: tandem.load_config(None, 3), f"overrides is of type int. {SETTINGS}."),
+        (lambda: tandem.sweep(3), f"overrides is of type int. {SETTINGS}."),
+        (lambda: tandem.sweep(["run.seed=1,2"], config={}), "config is of type dict. Give the path of a YAML file."),
+        (lambda: tandem.generate("embedded", ["Hi"], temperature="hot"), 'temperature="hot": give a number.'),
+        (lambda: tandem.generate("embedded", ["Hi"], seed=True), "seed=True: give an integer."),
+        (
+            lambda: tandem.generate("embedded", ["Hi"], engine=tandem.EngineSettings(name="http", concurrency="8")),
+            'concurrency="8": give an integer.',
+        ),
+        (lambda: tandem.export("run", checkpoint=3), "checkpoint=3: give best, latest or step_N."),
+        (lambda: tandem.export("run", form="merge"), 'form="merge": give adapter or merged.'),
+        (lambda: tandem.evaluate(3, "embedded"), "model=3: give a path, a name, or what train returned."),
+        (lambda: tandem.evaluate("embedded", beta=[1]), "beta is of type list. Give a number."),
+        (lambda: tandem.evaluate("embedded", "embedded", lm_eval="arc"), 'lm_eval="arc": give a list of texts.'),
+        (lambda: tandem.evaluate("embedded", "embedded", overrides=3), f"overrides is of type int. {SETTINGS}."),
+        (
+            lambda: tandem.evaluate("embedded", "embedded", overrides={"run": {"seed": 1}}),
+            "run.seed: this key has no effect on an evaluation. Leave it out.",
+        ),
+        (lambda: tandem.open_run(3), "run=3: give the directory of a run, or what train returned."),
+        (lambda: tandem.write_report([3]), "runs is of type list. Give directories of runs, or what train returned."),
+        (lambda: tandem.list_runs(3), "folder=3: give a path."),
+    ],
+)
+def test_arguments_of_wrong_types_are_refused_in_a_sentence(call, message):
+    with pytest.raises(ConfigError) as error:
+        call()
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"data.default.prompt_key": "asked"},
+        {"data": {"default": {"prompt_key": "asked"}}},
+        ["data.default.prompt_key=asked"],
+    ],
+)
+def test_settings_of_an_evaluation_are_a_dict_or_texts(overrides):
+    rows = [{"asked": "Hi", "chosen": "Hello.", "rejected": "No."}]
+    assert tandem.evaluate("embedded", rows, overrides=overrides).total.num_pairs == 1
+
+
+def test_an_argument_that_is_missing_or_unknown_is_pythons_own_error():
+    with pytest.raises(TypeError, match="generate\\(\\) missing 1 required positional argument: 'prompts'"):
+        tandem.generate("embedded")
+    with pytest.raises(TypeError, match="train\\(\\) got an unexpected keyword argument 'verbos'"):
+        tandem.train(verbos="quiet")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "kind", "message"),
+    [
+        (3, ConfigError, "prompts is of type int, not a list of texts, of lists of messages or of rows."),
+        (
+            {"prompt": "Hi"},
+            ConfigError,
+            "prompts is of type dict, not a list of texts, of lists of messages or of rows.",
+        ),
+        ([], DataError, "prompts is empty. Give a list of texts, lists of messages or rows, or the path of a file."),
+        (
+            [{"text": "Hi"}],
+            DataError,
+            "prompts[0]: no key prompt or messages, and not preference data. Keys found: text.",
+        ),
+        (["Hi", {"prompt": {1}}], DataError, "prompts[1] cannot be written as JSON: a value of type set."),
+        (
+            [{"role": "user", "content": "Hi"}],
+            DataError,
+            "prompts[0] is a message. Each prompt is a list of messages: give [[...]] for one.",
+        ),
+    ],
+)
+def test_prompts_that_are_refused(prompts, kind, message):
+    with pytest.raises(kind) as error:
+        tandem.generate("embedded", prompts)
+    assert str(error.value) == message
+
+
+def test_a_data_frame_of_prompts_is_refused():
+    class DataFrame(list):
+        iterrows = None
+
+    with pytest.raises(ConfigError) as error:
+        tandem.generate("embedded", DataFrame(["column"]))
+    assert str(error.value).endswith('or of rows. Give frame.to_dict("records").')
+
+
+def test_prompts_are_texts_messages_and_rows_from_any_iterator():
+    messages = [{"role": "user", "content": "Hi"}]
+    rows = [{"prompt": "Hi", "topic": np.float32(0.5)}, {"messages": messages}, "Hi", messages]
+    found = tandem.generate("embedded", iter(rows), max_new_tokens=1).records
+    assert [one["prompt"] for one in found] == ["Hi", messages, "Hi", messages]
+    assert [one.get("row") for one in found] == [{"topic": 0.5}, None, None, None]
 
 
 @pytest.mark.parametrize("text", ["Hi there", "Hello", "Is 2/3 > 1/2?", "and\nso on"])

@@ -7,6 +7,7 @@ import os
 import pytest
 from run_directories import make_run, record
 
+from tandem.config.load import load_config
 from tandem.errors import CheckpointError, ConfigError
 from tandem.run_numbers import wilson
 from tandem.runs import list_runs, list_sweeps, open_run
@@ -169,6 +170,21 @@ def test_a_sweep_is_listed_and_not_taken_for_a_run(tmp_path):
     assert str(refused.value) == (
         f"{tmp_path}/sweep-1: it is a sweep: name one of its runs, such as {tmp_path}/sweep-1/beta-0.1."
     )
+
+
+def test_defaults_of_validation_sets_are_no_changed_keys(tmp_path):
+    sets = "validation: {data_path: a.jsonl}, val_data_paths: {more: {data_path: b.jsonl, prompt_key: q}}"
+    folder = make_run(tmp_path / "run", config=f"data: {{{sets}}}\n")
+    config = load_config(str(folder / "config.yaml"), ["data.train=c.jsonl"])
+    (folder / "config.yaml").write_text(config.as_yaml())
+    run = open_run(folder)
+    assert run.config["data.validation.chosen_key"] == run.config["data.val_data_paths.more.chosen_key"] == "chosen"
+    assert dict(run.changed) == {
+        "data.train.data_path": ("c.jsonl", "embedded"),
+        "data.validation.data_path": ("a.jsonl", None),
+        "data.val_data_paths.more.data_path": ("b.jsonl", None),
+        "data.val_data_paths.more.prompt_key": ("q", "prompt"),
+    }
 
 
 def test_an_interpolated_value_is_shown_as_it_is_stored(tmp_path):

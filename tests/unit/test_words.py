@@ -20,7 +20,7 @@ from tandem.config.load import load_config
 from tandem.errors import TandemError
 from tandem.generation.records import EngineSettings
 from tandem.terminal import arguments
-from tandem.terminal.arguments import command_words, option, setting
+from tandem.terminal.arguments import command_words, option, same_call, setting
 from tandem.terminal.commands import export_call, resume_call
 
 SOURCE = Path(tandem.__file__).parent
@@ -146,6 +146,15 @@ def test_no_message_outside_of_the_commands_names_an_option():
             if own and " " in text and not COMMAND.search(text):
                 found.append(f"{name}:{line}: {text}")
     assert found == []
+
+
+def test_a_message_for_both_readers_names_what_its_reader_repeats():
+    assert same_call() == "the same call"
+    with command_words():
+        assert same_call() == "the same command"
+    # How ranks are started, also those of a script.
+    found = [text for name, tree in sources() for _, text in texts(tree) if "same command" in text and " " in text]
+    assert [text for text in found if "Start every rank with" not in text] == []
 
 
 def test_no_message_names_an_argument_of_python():

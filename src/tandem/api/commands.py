@@ -3,14 +3,17 @@
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
 from glob import glob
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+from tandem.api.arguments import check_argument, with_checked_arguments
 from tandem.api.process import own_process
 from tandem.api.result import TrainResult
-from tandem.api.rows import Rows, places_of, store_rows
+from tandem.api.rows import Rows, places_of, plain_row, store_rows
+from tandem.config.load import Overrides
 from tandem.config.sections.section import EMBEDDED
 from tandem.errors import ConfigError, DataError
 from tandem.evaluation.records import Evaluation
@@ -27,6 +30,7 @@ SHOWN_CHARACTERS = 60  # of a text in a message
 Model = str | Path | TrainResult  # a TrainResult means its run
 
 
+@with_checked_arguments
 def evaluate(
     model: Model,
     data: str | Path | Sequence[str | Path] | Rows | None = None,
@@ -40,7 +44,7 @@ def evaluate(
     lm_eval: Sequence[str] = (),
     include_path: str | Path | None = None,
     limit: int | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     allow_code: bool = False,
     verbosity: Verbosity = "quiet",
 ) -> Evaluation:
@@ -56,7 +60,7 @@ def evaluate(
     by: a field of the rows; results are also given for each of its values.
     per_pair: a file to write the numbers of every pair to.
     lm_eval: tasks of the LM Evaluation Harness; include_path: a folder with more tasks; limit: examples per task.
-    overrides: configuration keys, such as "policy.precision=float32".
+    overrides: configuration keys, such as {"policy.precision": "float32"}, or a list of texts as on the command line.
     allow_code: whether the configuration of a run may name Python code to run, as with the user's own loss.
     """
     from tandem.evaluation.evaluate import evaluate as run_evaluate
@@ -82,9 +86,10 @@ def evaluate(
         )
 
 
+@with_checked_arguments
 def generate(
     model: Model,
-    prompts: str | Path | Sequence[Any],
+    prompts: str | Path | Iterable[Any],
     *,
     compare: Model | None = None,
     num_samples: int = 1,
@@ -100,7 +105,8 @@ def generate(
 
     model: a model folder, a hub name, `embedded`, or a run (its directory or what `train` returned), which means its
     exported model.
-    prompts: a list of texts and lists of messages, or the path of a file (JSONL, CSV, Parquet, .txt, preference data).
+    prompts: texts, lists of messages and rows ({"prompt": ...} or {"messages": [...]}) in a list, a datasets.Dataset or an
+    iterator; or the path of a file (JSONL, CSV, Parquet, .txt, preference data).
     compare: another model that gets the same prompts.
     num_samples: completions per prompt. temperature: sample with it; None is greedy. top_p, seed: of sampling.
     max_new_tokens: the longest completion. engine: transformers, vllm or http, or its settings (EngineSettings).
@@ -112,10 +118,14 @@ def generate(
         num_samples=num_samples, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed
     )
     settings = engine if isinstance(engine, EngineSettings) else EngineSettings(name=engine)
+    for one in fields(EngineSettings):
+        if (value := getattr(settings, one.name)) != one.default:
+            check_argument(one.name, value)
+    found = prompts if isinstance(prompts, str | Path) else _listed_prompts(prompts)
     with own_process("tandem.generate"):
         return run_generate(
             _name(model),
-            prompts,
+            found,
             compare=None if compare is None else _name(compare),
             sampling=sampling,
             engine=settings,
@@ -124,6 +134,7 @@ def generate(
         )
 
 
+@with_checked_arguments
 def export(
     run: Model,
     *,
@@ -190,6 +201,20 @@ def _files_or_rows(data: str | Path | Iterable[Any] | None) -> tuple[list[str], 
             f"data has files and an item of type {type(other).__name__}. Give files as data, and pairs as rows=[...]."
         )
     return [str(one) for one in files], None
+
+
+def _listed_prompts(given: Iterable[Any]) -> list[Any]:
+    """Return prompts as a list, with rows as plain dicts."""
+    is_frame = hasattr(given, "iterrows")  # a DataFrame yields the names of its columns
+    if isinstance(given, Mapping | bytes) or is_frame or not isinstance(given, Iterable):
+        hint = ' Give frame.to_dict("records").' if is_frame else ""
+        raise ConfigError(
+            f"prompts is of type {type(given).__name__}, not a list of texts, of lists of messages or of rows.{hint}"
+        )
+    listed = list(given)
+    if listed and isinstance(listed[0], Mapping) and {"role", "content"} <= listed[0].keys():
+        raise DataError("prompts[0] is a message. Each prompt is a list of messages: give [[...]] for one.")
+    return [plain_row(f"prompts[{n}]", one) if isinstance(one, Mapping) else one for n, one in enumerate(listed)]
 
 
 def _name(model: Model) -> str:

@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -30,6 +31,7 @@ def own_process(function: str, loaded: LoadedConfig | None = None) -> Iterator[N
         )
     try:
         with (
+            warnings.catch_warnings(),  # packages add filters
             isolated(),
             _same_environment(),
             kept_compile_caches(),

@@ -48,8 +48,17 @@ def _as_line(place: str, row: Any) -> str:
         raise DataError(f"{place} is {kind_of(row)}, not a dict such as {{prompt, chosen, rejected}}.{hint}")
     if other := [key for key in row if not isinstance(key, str)]:
         raise DataError(f"{place}: the key {other[0]!r} is not a string.")
+    return _json(place, row) + "\n"
+
+
+def plain_row(place: str, row: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a row as it would be read from a file."""
+    return json.loads(_json(place, row))
+
+
+def _json(place: str, row: Mapping[Any, Any]) -> str:
     try:
-        return json.dumps(dict(row), default=_plain) + "\n"
+        return json.dumps(dict(row), default=_plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{place} cannot be written as JSON: {error}.") from None
 

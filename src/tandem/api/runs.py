@@ -4,9 +4,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.api.arguments import with_checked_arguments
 from tandem.api.process import own_process
 from tandem.api.result import TrainResult
 from tandem.api.values import texts_of
+from tandem.errors import ConfigError
 from tandem.page.write import Report
 from tandem.page.write import write_report as write
 from tandem.report.reporter import Reporter, Verbosity
@@ -18,6 +20,7 @@ from tandem.sweeping.records import SweepResult
 RunPath = str | Path | TrainResult  # the directory of a run, or what `train` returned
 
 
+@with_checked_arguments
 def sweep(
     overrides: Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
     *,
@@ -48,6 +51,8 @@ def sweep(
     """
     from tandem.sweeping.sweep import sweep as run_sweep
 
+    if config is not None and not isinstance(config, str | Path):
+        raise ConfigError(f"config is of type {type(config).__name__}. Give the path of a YAML file.")
     texts = texts_of(overrides)
     with own_process("tandem.sweep"):
         return run_sweep(
@@ -63,16 +68,19 @@ def sweep(
         )
 
 
+@with_checked_arguments
 def open_run(run: RunPath) -> Run:
     """Read the directory of a run, also one that is being written or damaged: what cannot be read is listed in `problems`."""
     return read(_path(run))
 
 
+@with_checked_arguments
 def list_runs(folder: str | Path = "runs") -> list[Run]:
     """Read every run in a folder, sorted by name. The folder may also be a sweep, or a run itself."""
     return list_all(folder)
 
 
+@with_checked_arguments
 def write_report(runs: RunPath | Sequence[RunPath], out: str | Path | None = None) -> Report:
     """Write the page of a run, or of several runs compared: `write_report(["runs/a-1", "runs/a-2"]).page` is its path.
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tandem.api.arguments import with_checked_arguments
 from tandem.api.process import own_process
 from tandem.api.result import TrainResult, read_result
 from tandem.api.rows import Rows, places_of, store_rows
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 Settings = LoadedConfig | Overrides | str | Path  # what `load_config` returned, or takes
 
 
+@with_checked_arguments
 def train(
     config: Settings | None = None,
     *,

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tandem.config.load import in_order
 from tandem.config.source.overrides import changes_in
 from tandem.errors import ConfigError
 from tandem.terminal.commands import override
@@ -17,8 +18,7 @@ def texts_of(overrides: Mapping[str, Any] | Sequence[str | Mapping[str, Any]]) -
     {"run.seed": [1, 2], "dpo.max_num_steps": 50}       run.seed=1,2   dpo.max_num_steps=50
     {"policy.lora.target_modules": [["q"], ["q", "v"]]} policy.lora.target_modules=[q],[q,v]
     """
-    given = [overrides] if isinstance(overrides, Mapping | str) else overrides
-    return [text for one in given for text in ([one] if isinstance(one, str) else _texts_of_dict(one))]
+    return [text for one in in_order(overrides) for text in ([one] if isinstance(one, str) else _texts_of_dict(one))]
 
 
 def _texts_of_dict(settings: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,6 @@
 """Loads a configuration: reads YAML files and their `defaults:`, applies overrides, and validates the result."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -42,12 +42,13 @@ from tandem.errors import ConfigError, one_line
 from tandem.terminal.arguments import in_command, option
 from tandem.terminal.commands import key_of
 from tandem.terminal.commands import override as override_text
-from tandem.terminal.printable import SECRETS, Secrets
+from tandem.terminal.printable import SECRETS, Secrets, escaped, scrubbed
 
 Overrides = Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 Given = tuple[str | Mapping[str, Any], ...]  # overrides in the order in which they are applied
 SCRIPT_FORMAT = "trl"  # the trainer whose scripts are read
 EMBEDDED_DEFAULT = "the embedded default"  # the origin of its values
+SHOWN_OVERRIDES = 8  # in a notebook
 PLAIN_LEVELS = 16  # nested deeper than any key of the schema
 MODEL_OR_DATA = ("policy.model_name.", "data.train.", "data.validation.", "data.val_data_paths.", "data.default.")
 
@@ -67,6 +68,14 @@ class LoadedConfig:
     from_format: str | None = None  # the trainer that the file was written for, if the user named it
     translation: Translation | None = None  # if the file was written for another trainer
     secrets: Secrets = field(default_factory=Secrets, repr=False, compare=False)  # values to hide in messages
+
+    def __repr__(self) -> str:
+        """Where the settings are from, and the overrides, as given. A notebook prints this."""
+        start = "the embedded default" if EMBEDDED_DEFAULT in self.origins.values() else "defaults"
+        given = self.overrides
+        more = [f"{len(given) - SHOWN_OVERRIDES} more overrides"] if len(given) > SHOWN_OVERRIDES else []
+        lines = [self.file or start, *given[:SHOWN_OVERRIDES], *more]
+        return "<LoadedConfig " + "\n  ".join(escaped(scrubbed(one)) for one in lines) + ">"
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -189,14 +198,26 @@ def _file_and_overrides(config: Overrides | str | Path | None, overrides: Overri
     if isinstance(config, str) and "=" in config and not in_command() and not Path(config).exists():
         given = option("config", config)
         raise ConfigError(f"{given}: a single text is the path of a YAML file. Give settings as a list.")
-    more = _in_order(overrides)
+    more = in_order(overrides)
     if config is None or isinstance(config, str | Path):
         return None if config is None else str(config), more
-    return None, (*_in_order(config), *more)
+    return None, (*in_order(config, "config"), *more)
 
 
-def _in_order(overrides: Overrides) -> Given:
-    return (overrides,) if isinstance(overrides, Mapping | str) else tuple(overrides)
+def in_order(overrides: Overrides, argument: str = "overrides") -> Given:
+    """Return overrides in the order in which they are applied. `argument`: which gave them, for messages."""
+    if isinstance(overrides, Mapping | str):
+        return (overrides,)
+    is_list = isinstance(overrides, Iterable)
+    given = tuple(overrides) if is_list else (overrides,)
+    wrong = [type(one).__name__ for one in given if not isinstance(one, str | Mapping)]
+    if not wrong:
+        return given
+    what = f"{'has an item' if is_list else 'is'} of type {wrong[0]}"
+    file = ", or the path of a YAML file" if argument == "config" else ""
+    raise ConfigError(
+        f'{argument} {what}. Give a dict such as {{"run.seed": 1}}, or a list of texts such as "run.seed=1"{file}.'
+    )
 
 
 def _changes(given: str | Mapping[str, Any]) -> list[Change]:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tandem.config.load import Overrides
 from tandem.config.losses import needs_reference, spelled
 from tandem.data.store.selection import Preferences
 from tandem.evaluation.compare import compare
@@ -30,7 +31,7 @@ def evaluate(
     lm_eval: Sequence[str] = (),
     include_path: Path | None = None,
     limit: int | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     allow_code: bool = False,
     reporter: Reporter | None = None,
 ) -> Evaluation:
@@ -46,7 +47,7 @@ def evaluate(
     per_pair: a file to write the numbers of every pair to, as `tandem train --per-pair` does.
     lm_eval: tasks of the LM Evaluation Harness, run on the model, its reference and `against`. include_path: a folder with more
     tasks. limit: the number of examples per task.
-    overrides: configuration keys, such as "policy.precision=float32" or "data.default.prompt_key=question".
+    overrides: configuration keys, such as {"policy.precision": "float32"} or ["data.default.prompt_key=question"].
     allow_code: whether the configuration of a run may name Python code to run, as a run with the user's own loss does.
     """
     request = check_request(
@@ -87,6 +88,7 @@ def run_request(request: Request, reporter: Reporter) -> Evaluation:
         PerPairFile(request.per_pair, measured.dpo).write(_tables(measured))
     total = results.total()
     is_rewarded = measured.scored_by == "implicit reward"
+    by_field = results.by_field(request.by)
     return Evaluation(
         model=request.subject.name,
         folder=str(measured.folder),
@@ -99,7 +101,8 @@ def run_request(request: Request, reporter: Reporter) -> Evaluation:
         by_set=results.by_set(),
         by_length=results.by_length(),
         by_rank_distance=results.by_rank_distance(),
-        by_field=results.by_field(),
+        by=(request.by or "subset") if by_field else None,
+        by_field=by_field,
         best_of_n=best_of_n(measured),
         calibration=results.calibration(),
         benchmarks=benchmarks(measured),

@@ -124,6 +124,7 @@ class Evaluation:
     by_set: tuple[Group, ...] = ()
     by_length: tuple[Group, ...] = ()
     by_rank_distance: tuple[Group, ...] = ()
+    by: str | None = None  # the field of the rows by which `by_field` groups pairs
     by_field: tuple[Group, ...] = ()
     best_of_n: BestOfN | None = None
     calibration: Calibration | None = None

@@ -1,11 +1,11 @@
 """Resolves what an evaluation is asked for: models, references, data and tasks. Checks them before torch is imported."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.config.load import load_config
+from tandem.config.load import Given, Overrides, in_order, load_config
 from tandem.config.losses import needs_reference
 from tandem.config.schema import Config
 from tandem.config.sections.datasets import DatasetFields
@@ -13,6 +13,7 @@ from tandem.config.sections.dpo import Dpo
 from tandem.config.sections.policy import Lora
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.config.sections.section import EMBEDDED
+from tandem.config.source.overrides import changes_in
 from tandem.embedded.files import VALIDATION
 from tandem.errors import CheckpointError, ConfigError
 from tandem.model.files.source import check_path, refuse_missing_model
@@ -94,10 +95,11 @@ def check_request(
     lm_eval: Sequence[str] = (),
     include_path: Path | None = None,
     limit: int | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     allow_code: bool = False,
 ) -> Request:
     """Check the arguments of `evaluate`, which has the same ones."""
+    overrides = in_order(overrides)
     _check_overrides(overrides)
     if beta is not None and not 0 < beta < float("inf"):
         raise ConfigError(f"{option('beta', beta)}: not a positive number.")
@@ -132,10 +134,9 @@ def check_request(
     )
 
 
-def _check_overrides(overrides: Sequence[str]) -> None:
+def _check_overrides(overrides: Given) -> None:
     names = ", ".join(map(option, ("model", "data", "reference")))
-    for text in overrides:
-        key = key_of(text)
+    for key, text in _keys_and_texts(overrides):
         if any(f"{key}.".startswith(f"{one}.") for one in GIVEN_BY_ARGUMENTS):
             hint = " Say how to read the data with data.default.KEY=VALUE." if key.startswith("data.") else ""
             raise ConfigError(f"{text}: {names} and {option('against')} give the models and the data.{hint}")
@@ -143,8 +144,17 @@ def _check_overrides(overrides: Sequence[str]) -> None:
             raise ConfigError(f"{text}: this key has no effect on an evaluation. Leave it out.")
 
 
+def _keys_and_texts(overrides: Given) -> Iterator[tuple[str, str]]:
+    """Yield the key of each override, and the override for a message."""
+    for one in overrides:
+        if isinstance(one, str):
+            yield key_of(one), one
+        else:
+            yield from ((change.key, change.key) for change in changes_in(one))
+
+
 def _subject(
-    key: str, name: str, reference: str | None, beta: float | None, overrides: Sequence[str], *, allow_code: bool
+    key: str, name: str, reference: str | None, beta: float | None, overrides: Given, *, allow_code: bool
 ) -> Subject:
     own = Path(name) if _has_settings(Path(name)) else None
     if own is None:
@@ -169,7 +179,7 @@ def _subject(
             )
     elif beta is not None:
         dpo = dpo.model_copy(update={"reference_policy_kl_penalty": beta})
-    given = [key_of(one) for one in overrides]
+    given = [changed for changed, _ in _keys_and_texts(overrides)]
     if "data.pairing" not in given:
         config = config.model_copy(update={"data": config.data.model_copy(update={"pairing": "all"})})
     return Subject(

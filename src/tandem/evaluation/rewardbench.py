@@ -90,6 +90,8 @@ def rewardbench_2(prompts: Sequence[ScoredPrompt]) -> Benchmark:
 def ties_score(prompts: Sequence[ScoredPrompt]) -> float:
     """0.3 accuracy of tied prompts + 0.3 of ref prompts + 0.2 preferred + 0.2 preferred, hard + 0.01 tanh term.
 
+    As published: the weights sum to 1.01 and the last term is between -1 and 1, so the score is between -0.01 and 1.01.
+
     A prompt is accurate if its worst correct completion scores above its best incorrect one; the difference is its gap. A tied
     prompt is preferred if its gap is larger than the spread of its correct completions; hard, if the smaller gap of it and its
     ref prompt is.

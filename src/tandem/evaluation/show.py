@@ -9,6 +9,7 @@ from rich.text import Text
 from tandem.evaluation.compare import LISTED_PAIRS
 from tandem.evaluation.intervals import Estimate
 from tandem.evaluation.records import Benchmark, Comparison, Evaluation, Group
+from tandem.evaluation.rewardbench import TIES
 from tandem.storage.cache import is_run
 from tandem.terminal.arguments import option
 from tandem.terminal.console import SafeConsole
@@ -39,7 +40,7 @@ def show(found: Evaluation, console: SafeConsole, per_pair: Path | None = None) 
         _show_total(found, found.total, printer)
         for title, groups in {
             "By set": found.by_set if len(found.by_set) > 1 else (),
-            "By field": found.by_field,
+            f"By {found.by}": found.by_field,
             "By length of the chosen completion": found.by_length,
             "By rank": found.by_rank_distance,
         }.items():
@@ -151,10 +152,12 @@ def _show_calibration(found: Evaluation, printer: _Printer) -> None:
 
 
 def _show_benchmark(found: Benchmark, printer: _Printer) -> None:
-    rows = [[name, f"{found.num_prompts[name]:,}", f"{100 * value:.1f}"] for name, value in found.subsets.items()]
+    rows = [[name, f"{found.num_prompts[name]:,}", _value(value)] for name, value in found.subsets.items()]
     printer.table(f"{found.name}, by subset", ["set", "prompts", "score"], rows)
-    rows = [[name, f"{100 * value:.1f}"] for name, value in found.sections.items()]
-    printer.table("", ["set", "score"], [*rows, [f"{found.name} score", f"{100 * found.score:.1f}"]])
+    rows = [[name, _value(value)] for name, value in found.sections.items()]
+    printer.table("", ["set", "score"], [*rows, [f"{found.name} score", _value(found.score)]])
+    if any(name.lower() == TIES and not 0 <= value <= 1 for name, value in found.subsets.items()):
+        printer.say("The published formula of Ties gives -0.01 to 1.01.")
 
 
 def _show_comparison(model: str, found: Comparison, printer: _Printer) -> None:
@@ -197,7 +200,9 @@ def _shown_of(found: Comparison, num_shown: int) -> str:
 def _show_harness(found: Evaluation, printer: _Printer) -> None:
     if not found.harness:
         return
-    models = list(dict.fromkeys(name for one in found.harness for name in one.values))
+    # They ran in the order reference, compared model, model. The letters of the last two are those of a comparison.
+    models = list(dict.fromkeys(name for one in found.harness for name in one.values))[::-1]
+    models.sort(key=lambda name: name != found.model)
     letters = {name: chr(ord("A") + number) for number, name in enumerate(models)}
     printer.say("\nLM Evaluation Harness")
     for name, letter in letters.items():

@@ -129,10 +129,10 @@ class PairResults:
             return ()
         return self.groups({f"{number} apart": distance == number for number in range(1, int(distance.max()) + 1)})
 
-    def by_field(self) -> tuple[Group, ...]:
+    def by_field(self, by: str | None) -> tuple[Group, ...]:
         """By the field that `by` names, or by the subset of RewardBench; the largest groups first."""
         labels = [
-            label.field or label.subset
+            label.subset if by is None else label.field
             for one in self.measured.sets
             for label in (one.set.labels_of(one.table.preference) if one.set.labels else [None] * len(one.table))
             if label is not None

@@ -32,9 +32,12 @@ from tandem.model.lora.files import read_adapter
 from tandem.model.lora.layers import start_fingerprint
 from tandem.model.policy import Policy
 from tandem.report.reporter import Reporter
+from tandem.run_numbers import numbers_shown
+from tandem.runs import SHOWN_RESULTS
 from tandem.storage.cache import check_writable
 from tandem.storage.ownership import remove_abandoned
 from tandem.terminal.arguments import option
+from tandem.terminal.printable import escaped
 from tandem.training.checkpoint.checkpoints import load_weights
 from tandem.training.checkpoint.ranking import Record, records_in
 from tandem.training.checkpoint.saved_state import SavedState
@@ -62,6 +65,13 @@ class Exported:
     not_measured: str | None  # why there are no metrics
     gguf: Path | None = None
     upload: Upload | None = None
+
+    def __repr__(self) -> str:
+        """Where the export is, what it is, and its results. A notebook prints this."""
+        lines = [f"{self.folder}: step {self.step:,}, {self.form}, {self.dtype}"]
+        lines += [f"{name}: {numbers_shown(record)}" for name, record in list(self.exported.items())[:SHOWN_RESULTS]]
+        lines += [] if self.not_measured is None else [f"not measured: {self.not_measured}"]
+        return "<Exported " + "\n  ".join(map(escaped, lines)) + ">"
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), default=str)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError, TandemError
-from tandem.terminal.arguments import option
+from tandem.terminal.arguments import option, same_call
 
 MEGABYTE = 1_000_000
 
@@ -83,7 +83,7 @@ def push(folder: Path, repository: str, *, step: int, dry_run: bool, api: Any = 
         reason = " ".join(str(error).split())[:300]
         raise TandemError(
             f"{option('push_to_hub', repository)}: the hub refused the upload ({type(error).__name__}: {reason}). The "
-            f"export in {folder} is complete; the same command uploads it again."
+            f"export in {folder} is complete; {same_call()} uploads it again."
         ) from None
     return Upload(repository, files, f"https://huggingface.co/{repository}")
 

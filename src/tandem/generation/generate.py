@@ -75,7 +75,7 @@ def generate(
 
     model: a model folder, a hub name, `embedded`, or a run directory, which means its exported model; with a server, the
     name of a model there. compare: another model that gets the same prompts. prompts: a file (JSONL, CSV, Parquet, one per line
-    in a .txt, or preference data), or a list of texts and lists of messages. out: a JSONL file to write; the same call
+    in a .txt, or preference data), or a list of texts, lists of messages and rows. out: a JSONL file to write; the same call
     continues one that is incomplete. progress: a function like `Reporter.progress`. write: receives the text of a single
     completion while it is generated.
     """

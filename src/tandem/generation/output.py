@@ -12,7 +12,7 @@ from tandem.errors import ConfigError, DataError, DiskError, full_disk
 from tandem.generation.records import Answer, Prompt, as_json_prompt
 from tandem.storage.cache import fingerprint, replacing
 from tandem.storage.ownership import open_own
-from tandem.terminal.arguments import option
+from tandem.terminal.arguments import option, same_call
 from tandem.terminal.printable import listed
 
 # Facts about how a line was made that do not have to match when a file is continued.
@@ -120,8 +120,8 @@ class OutputFile:
             if full_disk(error) is None:
                 raise
             raise DiskError(
-                f"{self.path}: the disk is full. Every line before is complete: free some space, and run the same command "
-                "to continue."
+                f"{self.path}: the disk is full. Every line before is complete: free some space, and repeat {same_call()} to "
+                "continue."
             ) from None
 
     def sort(self, models: Sequence[str]) -> None:

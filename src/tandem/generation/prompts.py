@@ -1,6 +1,6 @@
 """Reads prompts: from a text, from a file with a prompt per line or row, or from preference data. Does not import torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,15 +42,16 @@ class ListedPrompt(SourceRow):
 
 
 def prompts_from(given: str | Path | Sequence[Any]) -> tuple[list[Prompt], int]:
-    """The prompts of a file, or those in a list of texts and lists of messages; and how many rows have none.
+    """The prompts of a file, or those in a list of texts, lists of messages and rows; and how many rows have none.
 
     `embedded` is the bundled validation pairs. Every unusable row is reported in one DataError.
     """
     if isinstance(given, str | Path):
         return _read_files(str(given))
-    rows = [ListedPrompt({"prompt": one}, "prompts", number) for number, one in enumerate(given)]
+    values = [dict(one) if isinstance(one, Mapping) else {"prompt": one} for one in given]
+    rows = [ListedPrompt(value, "prompts", number) for number, value in enumerate(values)]
     if not rows:
-        raise DataError("prompts is empty. Give a list of texts or lists of messages, or the path of a file.")
+        raise DataError("prompts is empty. Give a list of texts, lists of messages or rows, or the path of a file.")
     return _collect(rows, "prompts")
 
 

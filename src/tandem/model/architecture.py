@@ -4,9 +4,9 @@
 find parts of a model that is loaded or built without weights. `check_packable` refuses models that would compute different
 results in packs.
 
-- To support another type of multimodal checkpoints with a text model inside: add it to TEXT_MODELS. `auto_class` then returns the
-  class that loads and exports its text model, which `trunk_of` finds, and `architecture_of` describes the configuration of the
-  text model.
+- To support another type of multimodal checkpoints with a text model inside: add it to text_models.py. `auto_class` then returns
+  the class that loads and exports its text model, which `trunk_of` finds, and `architecture_of` describes the configuration of
+  the text model.
 - To support the recurrent layers of another type in packs: add it to recurrent/families.py, and replacements for the functions
   that its layers call to recurrent/layers.py. `check_packable` refuses all other recurrent layers (`Architecture.recurrent`).
 """
@@ -23,6 +23,7 @@ from tandem.model.files.source import ModelSource
 from tandem.model.head import Head, HeadRule, LanguageModelHead
 from tandem.model.multimodal import text_model_class
 from tandem.model.recurrent.families import FAMILIES, FIRST_TRANSFORMERS, Scan
+from tandem.model.text_models import TEXT_MODELS
 
 # How a layer mixes tokens: attention to all earlier tokens; to those in a sliding window; a state carried along the row; both
 # full attention and a state; or not at all.
@@ -58,57 +59,6 @@ TYPES_WITH_BALANCE = (
     *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"),
 )
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, RecurrentGemma, xLSTM
-# Types of multimodal checkpoints -> where their text model, without its head, is in the class that loads the checkpoint.
-TEXT_MODELS = {
-    "aria": "model.language_model",
-    "aya_vision": "model.language_model",
-    "cohere2_vision": "model.language_model",
-    "deepseek_vl": "model.language_model",
-    "dots3_note": "model.language_model",
-    "fuyu": "model.language_model",
-    "gemma3": "model.language_model",
-    "gemma4": "model.language_model",
-    "gemma4_unified": "model.language_model",
-    "glm46v": "model.language_model",
-    "glm4v": "model.language_model",
-    "glm4v_moe": "model.language_model",
-    "glm_ocr": "model.language_model",
-    "got_ocr2": "model.language_model",
-    "hunyuan_vl": "model.language_model",
-    "hyperclovax_vision_v2": "model.language_model",
-    "idefics2": "model.text_model",
-    "idefics3": "model.text_model",
-    "internvl": "model.language_model",
-    "kimi_k25": "model.language_model",
-    "lfm2_vl": "model.language_model",
-    "lfm3_vl": "model.language_model",
-    "lighton_ocr": "model.language_model",
-    "llama4": "language_model.model",
-    "llava": "model.language_model",
-    "llava_next": "model.language_model",
-    "llava_next_video": "model.language_model",
-    "llava_onevision": "model.language_model",
-    "minicpmv4_6": "model.language_model",
-    "minimax_m3_vl": "model.language_model",
-    "mistral3": "model.language_model",
-    "mllama": "model.language_model",
-    "ovis2": "model.language_model",
-    "paddleocr_vl": "model.language_model",
-    "qianfan_ocr": "model.language_model",
-    "qwen2_5_omni_thinker": "model.language_model",
-    "qwen2_5_vl": "model.language_model",
-    "qwen2_vl": "model.language_model",
-    "qwen3_5": "model.language_model",
-    "qwen3_5_moe": "model.language_model",
-    "qwen3_vl": "model.language_model",
-    "qwen3_vl_moe": "model.language_model",
-    "qwen4_exp": "model.language_model",
-    "smolvlm": "model.text_model",
-    "step3p7": "model.language_model",
-    "video_llama_3": "model.language_model",
-    "video_llava": "model.language_model",
-    "vipllava": "model.language_model",
-}
 REQUIRED_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 

@@ -15,6 +15,7 @@ from tandem.page.sections import curves, headline, settings, summary, verdicts_o
 from tandem.runs import Run, open_run
 from tandem.storage.cache import replacing
 from tandem.terminal.arguments import option
+from tandem.terminal.printable import escaped, listed
 from tandem.training.run.directory import SWEEP_FILE
 
 SECTIONS = {
@@ -36,6 +37,12 @@ class Report:
     page: Path
     runs: tuple[Run, ...]
     best: Best | None  # of several runs, the one with the highest accuracy on the same pairs
+
+    def __repr__(self) -> str:
+        """Where the page is, and its runs. A notebook prints this."""
+        names = listed(run.name for run in self.runs)
+        best = "" if self.best is None else f"; best: {self.best.run.name}"
+        return escaped(f"<Report {self.page}: {names}{best}>")
 
 
 def write_report(

@@ -98,6 +98,7 @@ def outline(inputs: Inputs, target: Target, size: ModelSize, layers: Layers) -> 
     longest = int((memory.usable - fixed) / (need.per_token * planned.train.packs_per_micro_batch))
     rows = Rows(
         length=length,
+        limit=planned.train.length,
         together=together,
         description=planned.rows,
         longest_that_fits=longest // BLOCK * BLOCK if longest >= BLOCK else None,

@@ -62,7 +62,8 @@ class SeveralGpus:
 class Rows:
     """How the training set is packed into rows."""
 
-    length: int  # tokens of the longest row
+    length: int  # tokens of the longest row that the packs take
+    limit: int  # tokens that a row may have
     together: int  # rows that are computed together
     description: str  # the row length and the reason for it, in words
     longest_that_fits: int | None  # in tokens; None: not even a short row

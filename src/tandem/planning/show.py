@@ -1,7 +1,7 @@
 """Prints a RunEstimate."""
 
 from tandem.planning.gpus import GB
-from tandem.planning.records import MemoryNeed, RunEstimate, SeveralGpus, TimeNeed
+from tandem.planning.records import MemoryNeed, Rows, RunEstimate, SeveralGpus, TimeNeed
 from tandem.planning.speed import Range
 from tandem.planning.traffic import OVERLAPPED
 from tandem.report.reporter import Reporter
@@ -55,8 +55,13 @@ def _what(found: RunEstimate) -> list[tuple[str, str]]:
             "steps",
             f"{found.num_steps:,}, with {found.num_pairs:,} pairs and {_count(found.num_tokens)} tokens (all tokenised)",
         ),
-        ("rows", f"{found.rows.description}; {found.rows.fill:.1%} full"),
+        ("rows", f"{found.rows.description}{_shorter(found.rows)}; {found.rows.fill:.1%} full"),
     ]
+
+
+def _shorter(rows: Rows) -> str:
+    """Say how long the longest row is, if no pack needs the length that rows may have."""
+    return f"; the packs need rows of at most {rows.length:,} tokens" if rows.length < rows.limit else ""
 
 
 def _ranks(found: RunEstimate, where: str, computed: str) -> str:

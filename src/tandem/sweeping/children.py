@@ -15,6 +15,7 @@ from tandem.errors import CheckpointError
 from tandem.isolation import LAUNCHER, isolated_environment
 from tandem.runs import status_of
 from tandem.storage.ownership import open_own
+from tandem.terminal.arguments import same_call
 from tandem.training.run.stopping import SIGNALS, Stopping
 
 COMMAND = (sys.executable, "-P", "-m", "tandem.launch.child")
@@ -147,7 +148,7 @@ def _wait_until_free(run: Path, stopping: Stopping) -> None:
     end = time.monotonic() + MAX_WAIT_SECONDS
     while status_of(run) == "running" and not stopping.is_wanted():
         if time.monotonic() > end:
-            raise CheckpointError(f"{run} is in use by another process. Wait for it, then run the same command again.")
+            raise CheckpointError(f"{run} is in use by another process. Wait for it, then repeat {same_call()}.")
         time.sleep(POLL_SECONDS)
 
 

@@ -1,5 +1,6 @@
 """The result of a sweep: one record per run, and of all together."""
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -11,6 +12,7 @@ from tandem.errors import CheckpointError, ConfigError
 from tandem.page.sections import final_record
 from tandem.run_numbers import Interval, accuracy_of
 from tandem.runs import Run, open_run
+from tandem.terminal.printable import escaped, listed
 from tandem.training.checkpoint.ranking import Ranking
 
 # planned: not started, or of an earlier start and not continued yet
@@ -50,6 +52,18 @@ class SweepResult:
     best: SweepRun | None = None  # the highest accuracy on the same pairs; None if the runs cannot be compared
     best_is_clear: bool = False  # whether the intervals of all other runs are below that of the best
     page: Path | None = None  # None if no run has written anything yet
+
+    def __repr__(self) -> str:
+        """Where the sweep is, how its runs ended, and the best of them. A notebook prints this."""
+        ends = Counter(run.status for run in self.runs)
+        runs = (
+            f"{len(self.runs)} run{'s' * (len(self.runs) != 1)} ({listed(f'{num} {one}' for one, num in ends.items())})"
+        )
+        lines = [f"{self.folder}: {runs} of {listed(self.swept)}"]
+        if self.best is not None and (found := self.best.accuracy) is not None:
+            accuracy = f"accuracy {found.share:.3f} ({found.low:.3f} to {found.high:.3f})"
+            lines.append(f"best: {self.best.name}, {accuracy}{'' if self.best_is_clear else ', not clearly'}")
+        return "<SweepResult " + "\n  ".join(map(escaped, lines)) + ">"
 
     @property
     def failed(self) -> tuple[SweepRun, ...]:

@@ -15,6 +15,7 @@ from tandem.sweeping.children import LOGS, Ended, Task, train_all
 from tandem.sweeping.parallel import choose_environments, refuse_parallel, uses_several_gpus
 from tandem.sweeping.plan import Reading, SweepPlan, choose_folder, make_plan, write_plan
 from tandem.sweeping.records import SweepResult, SweepRun, measured, read_runs
+from tandem.terminal.arguments import in_command, same_call
 from tandem.training.run.directory import SWEEP_FILE, is_finished, locked
 from tandem.training.run.stopping import Stopping, stopped_by_signals
 
@@ -145,7 +146,9 @@ class _Training:
             return
         total, finished = len(self._states), self._num_finished()
         verb = "is" if finished == 1 else "are"
-        self._reporter.end(f"{finished} of {total} runs {verb} finished. The same command continues the sweep:")
+        or_this = "" if in_command() else ", or this command"
+        how = f"{same_call().capitalize()} continues the sweep{or_this}:"
+        self._reporter.end(f"{finished} of {total} runs {verb} finished. {how}")
         self._reporter.command(self._plan.command(self._folder))
         stopping.check()
         raise StoppedError(f"a signal to the process of {stopped[0]}")

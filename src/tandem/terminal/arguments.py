@@ -42,6 +42,11 @@ def in_command() -> bool:
     return _in_command
 
 
+def same_call() -> str:
+    """Return what to repeat: "the same command" or, in a call from Python, "the same call"."""
+    return "the same command" if _in_command else "the same call"
+
+
 def option(name: str, value: Any = None, *, metavar: str | None = None) -> str:
     """Return an argument as the user writes it, with its value; with `metavar`, such as FILE; or its name alone.
 

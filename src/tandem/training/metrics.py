@@ -20,6 +20,7 @@ from tandem.errors import DefectError
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.transfer import PendingHostCopy, to_host
 from tandem.packing.layout import IntArray, Pack
+from tandem.terminal.arguments import same_call
 from tandem.training.terms import PackOutcome
 
 FloatArray = NDArray[np.float64]
@@ -183,7 +184,7 @@ def check_pairs(table: PairTable, preferences: IntArray, store: Preferences) -> 
     raise DefectError(
         f"of the {num_wanted} pairs of this batch, {missing} were not computed, and {excess} were computed too often or are not "
         f"in the batch.{first} This is a bug in tandem, not an error in the data or the configuration. Nothing was saved. "
-        "Please report it with the run's config.yaml. The same command resumes from the newest checkpoint."
+        f"Please report it with the run's config.yaml. {same_call().capitalize()} resumes from the newest checkpoint."
     )
 
 

@@ -25,6 +25,7 @@ from tandem.report.setup_warnings import setup_warnings, unreached_limit
 from tandem.report.translation import say_translation
 from tandem.storage.cache import write_atomically
 from tandem.storage.ownership import remove_abandoned
+from tandem.terminal.arguments import same_call
 from tandem.training.checkpoint.checkpoints import Progress, checkpoints, refuse_taken_names, step_of
 from tandem.training.memory import device_memory, out_of_memory_error, peak_memory_gib
 from tandem.training.run.callbacks import Callbacks
@@ -237,14 +238,14 @@ def _report_what_is_kept(folder: Path, checkpointing: Checkpointing, reporter: R
         reporter.warn(
             "No checkpoint was saved."
             if not checkpointing.enabled
-            else "No checkpoint was saved yet. The same command starts again at the first step."
+            else f"No checkpoint was saved yet. {same_call().capitalize()} starts again at the first step."
         )
     elif not checkpointing.save_optimizer:
         reporter.warn(
             f"{place} is kept, without optimizer states (checkpointing.save_optimizer=false), so no run can resume from it."
         )
     else:
-        reporter.end(f"{place} is saved; the same command resumes from it.")
+        reporter.end(f"{place} is saved; {same_call()} resumes from it.")
 
 
 def _loop(t: Training) -> list[ValidationReport]:

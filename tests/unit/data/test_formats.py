@@ -87,6 +87,20 @@ def test_lists_of_correct_and_incorrect_completions_have_two_ranks():
     )
 
 
+@pytest.mark.parametrize(
+    ("num_correct", "found"),
+    [(3, "3"), (0, "0"), (1, "1"), ("two", "a text"), (True, "true or false"), ([2], "a list")],
+)
+def test_num_correct_is_the_number_of_correct_completions(num_correct, found):
+    given = {"chosen": ["yes", "sure"], "rejected": ["no"], "num_correct": num_correct}
+    assert refusal(FORMATS["best_of_n"].read, row(GOOD["best_of_n"] | given)) == (
+        "bad",
+        "wrong num_correct",
+        f"num_correct: {found}, and chosen has 2 correct completions. Correct one of them.",
+    )
+    assert read("best_of_n", **{**given, "num_correct": 2}) == read("best_of_n", **{**given, "num_correct": 2.0})
+
+
 def test_aligner_rows_keep_their_rewards_as_scores():
     preference = read("aligner", chosen_reward=2, rejected_reward=-0.5)
     assert preference.completions == (Completion("yes", 0, 2.0), Completion("no", 1, -0.5))

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,9 +20,9 @@ from tandem.evaluation import measure as measuring
 from tandem.evaluation.evaluate import evaluate
 from tandem.evaluation.intervals import Estimate
 from tandem.evaluation.measure import measure_model
-from tandem.evaluation.records import Comparison, Difference, DifferingPair
+from tandem.evaluation.records import Comparison, Difference, DifferingPair, HarnessResult
 from tandem.evaluation.request import check_request
-from tandem.evaluation.rewardbench import ScoredPrompt, ties_score
+from tandem.evaluation.rewardbench import ScoredPrompt, rewardbench_2, ties_score
 from tandem.evaluation.show import _Printer, _show_comparison, show
 from tandem.report.reporter import Reporter
 from tandem.terminal.console import SafeConsole
@@ -40,6 +41,12 @@ RANKED = [
     }
     for i in range(8)
 ]
+
+
+def printed(found):
+    out = io.StringIO()
+    show(found, SafeConsole(file=out, width=300))
+    return out.getvalue()
 
 
 def write(file, rows):
@@ -119,6 +126,7 @@ def test_several_completions_are_compared_by_rank_and_as_best_of_n(other_model, 
     assert found.calibration is None
     assert {group.name: group.num_pairs for group in found.by_rank_distance} == {"1 apart": 16, "2 apart": 8}
     assert {group.name: group.num_pairs for group in found.by_field} == {"even": 12, "odd": 12}
+    assert "\nBy source\n" in printed(found)
     assert (found.best_of_n.num_prompts, found.best_of_n.completions_per_prompt) == (8, 3.0)
     # "Perhaps." is the shortest, and so the most likely for a random model
     assert found.best_of_n.accuracy.value == 0
@@ -248,6 +256,41 @@ def test_rewardbench_files_are_recognised_by_their_columns(other_model, tmp_path
     expected = ties_score([ScoredPrompt("", "tied:0", tied, 2, 1.0), ScoredPrompt("", "ref:0", ref, 1, 1.0)])
     assert second.subsets["Ties"] == pytest.approx(expected)
     assert second.score == pytest.approx((1 + expected) / 2)
+
+
+def test_tables_of_rewardbench_have_the_scale_of_other_tables(other_model, tmp_path):
+    found = evaluate(other_model, [write(tmp_path / "filtered.jsonl", REWARDBENCH)])
+    assert (found.by, {group.name for group in found.by_field}) == ("subset", {"alpacaeval-easy", "math-prm", "hep-go"})
+    lines = printed(found).splitlines()
+    assert "By subset" in lines
+    assert lines[-1].split() == ["RewardBench", "score", "1.000"]
+    assert ["math-prm", "1", "1.000"] in [line.split() for line in lines]
+    # 0.01 above 1: the spread of the correct completions is 0.
+    ties = rewardbench_2(
+        [ScoredPrompt("Ties", "tied:0", (3, 3, 1), 2, 1.0), ScoredPrompt("Ties", "ref:0", (2, 1), 1, 1.0)]
+    )
+    lines = printed(replace(found, benchmarks=(ties,))).splitlines()
+    assert lines[-2:] == ["RewardBench 2 score  1.010", "The published formula of Ties gives -0.01 to 1.01."]
+
+
+def test_a_wrong_number_of_correct_completions_is_refused_with_its_line(other_model, tmp_path):
+    file = write(tmp_path / "test.jsonl", [*REWARDBENCH_2[:1], REWARDBENCH_2[1] | {"num_correct": 4}])
+    with pytest.raises(DataError) as caught:
+        evaluate(other_model, [file])
+    assert f"{file}:2: num_correct: 4, and chosen has 2 correct completions. Correct one of them." in str(caught.value)
+
+
+def test_a_letter_means_the_same_model_in_a_comparison_and_in_tasks_of_the_harness(other_model, ranked):
+    found = evaluate(other_model, [ranked], against=str(MODEL))
+    values = {"base": 0.1, str(MODEL): 0.2, other_model: 0.3}
+    task = HarnessResult(task="arc", metric="acc", values=values, stderrs={})
+    lines = [line.strip() for line in printed(replace(found, harness=(task,))).splitlines()]
+    assert f"Accuracy of {other_model} (A) against {MODEL} (B), 24 pairs" in " ".join(lines)
+    assert lines[lines.index("LM Evaluation Harness") + 1 :][:3] == [f"A: {other_model}", f"B: {MODEL}", "C: base"]
+    assert lines[-1].split() == ["arc", "acc", "0.3", "0.2", "0.1"]
+    swapped = {other_model: 0.3, str(MODEL): 0.2}  # its own reference: it ran first
+    lines = printed(replace(found, harness=(replace(task, values=swapped),))).splitlines()
+    assert f"  A: {other_model}" in lines
 
 
 # In an encoder, padding that is not masked would change the score.

@@ -130,7 +130,7 @@ def test_a_full_disk_ends_in_one_message_and_loses_no_line(tmp_path):
         with pytest.raises(DiskError) as error:
             file.write(record(1))
     assert str(error.value) == (
-        f"{out}: the disk is full. Every line before is complete: free some space, and run the same command to continue."
+        f"{out}: the disk is full. Every line before is complete: free some space, and repeat the same command to continue."
     )
     assert len(out.read_text().splitlines()) == 1
 

@@ -78,7 +78,9 @@ def test_prompts_of_a_list_are_named_by_their_index():
     assert str(error.value) == "prompts[1]: prompt is empty."
     with pytest.raises(DataError) as error:
         prompts_from([])
-    assert str(error.value) == "prompts is empty. Give a list of texts or lists of messages, or the path of a file."
+    assert (
+        str(error.value) == "prompts is empty. Give a list of texts, lists of messages or rows, or the path of a file."
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tandem.config.schema import Config
 from tandem.config.sections.policy import Packing, Policy
 from tandem.errors import ConfigError, TandemError
-from tandem.model.architecture import TEXT_MODELS, auto_class, check_packable
+from tandem.model.architecture import auto_class, check_packable
 from tandem.model.attention.pack_attention import attend
 from tandem.model.distributed.layers import check_layers
 from tandem.model.files.source import ModelSource, find_model
 from tandem.model.load import load_policy
+from tandem.model.text_models import TEXT_MODELS
 from tandem.packing.layout import lay_out
 from tandem.training.start.setup import set_up
 

@@ -74,6 +74,18 @@ def test_the_memory_is_within_5_percent_of_measured_peaks(shape, length, setting
     assert found.suggestions == ()
 
 
+def test_rows_that_no_pack_fills_are_said_to_be_shorter(capsys):
+    """A batch of 8 pairs of up to 150 tokens is one pack, which takes the shortest row length: a quarter of 16,384 tokens."""
+    rows = ["data.train=embedded", "policy.packing.pack_length=16384", "policy.train_global_batch_size=8"]
+    found = planned(*rows, "dpo.max_num_steps=2", gpu="h200-141gb")
+    assert (found.rows.length, found.rows.limit) == (4096, 16384)
+    said = " ".join(shown(found, capsys).split())
+    assert "rows 16,384 tokens; the packs need rows of at most 4,096 tokens; " in said
+    assert "activations in rows of 4,096 tokens" in said
+    full = planned(*LARGE, "policy.packing.pack_length=16384", "dpo.max_num_steps=1", gpu="h200-141gb")
+    assert "the packs need" not in shown(full, capsys)
+
+
 def test_a_run_that_does_not_fit_gets_suggestions_whose_commands_give_the_same_numbers(models, capsys):
     found = planned(*LARGE, f"policy.model_name={models['llama3.1-8b']}", gpu="h100-80gb", price_per_hour=2.5)
     assert found.memory.verdict == "does not fit"

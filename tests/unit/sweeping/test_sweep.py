@@ -321,7 +321,7 @@ def test_a_run_that_stays_in_use_is_refused(monkeypatch):
     monkeypatch.setattr(children, "status_of", lambda run: "running")
     monkeypatch.setattr(children, "MAX_WAIT_SECONDS", 0.05)
     assert refusal(CheckpointError, "run.seed=1,2", out="s") == (
-        "s/seed-1 is in use by another process. Wait for it, then run the same command again."
+        "s/seed-1 is in use by another process. Wait for it, then repeat the same command."
     )
 
 

@@ -65,7 +65,7 @@ def test_ranks_with_different_rows_are_detected(setup):
     assert str(found.value) == (
         f"of the 64 pairs of this batch, {missing} were not computed, and {twice} were computed too often or are not in the "
         f"batch. The first is at {setup.plan.train.store.place(int(first))}. This is a bug in tandem, not an error in the data "
-        "or the configuration. Nothing was saved. Please report it with the run's config.yaml. The same command resumes from the "
+        "or the configuration. Nothing was saved. Please report it with the run's config.yaml. The same call resumes from the "
         "newest checkpoint."
     )
 

@@ -148,7 +148,19 @@ def best_of_n(row: SourceRow, keys: DatasetFields) -> Preference:
             what = "an empty list" if texts == [] else describe(texts)
             raise RowError(row.place, "wrong type", f"{key}: {what}, not a list of completions.")
         completions += [Completion(completion_of(row, text, f"{key}[{i}]"), rank) for i, text in enumerate(texts)]
+    _check_num_correct(row, keys.chosen_key, sum(one.rank == 0 for one in completions))
     return checked(Preference(prompt_of(row, keys.prompt_key), tuple(completions), row.place))
+
+
+def _check_num_correct(row: SourceRow, key: str, count: int) -> None:
+    """Raise a RowError if RewardBench 2's num_correct is not the number of correct completions."""
+    given = row.value.get("num_correct")
+    if given is not None and (isinstance(given, bool) or given != count):
+        raise RowError(
+            row.place,
+            "wrong num_correct",
+            f"num_correct: {describe(given)}, and {key} has {count} correct completion{'s' * (count != 1)}. Correct one of them.",
+        )
 
 
 def is_list_of_texts(value: Any) -> bool:
