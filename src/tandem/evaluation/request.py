@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tandem.config.load import load_config
@@ -21,6 +21,7 @@ from tandem.report.per_pair import check_per_pair
 from tandem.storage.cache import is_checkpoint, is_run
 from tandem.terminal.arguments import option, setting
 from tandem.terminal.commands import finish_or_use_checkpoint, key_of, override
+from tandem.training.checkpoint.start_model import TrainedWith, base_of, config_without_data, reference_of
 
 # Keys whose values the arguments give, or that have no effect here.
 GIVEN_BY_ARGUMENTS = (
@@ -43,6 +44,7 @@ class ModelRequest:
     name: str
     key: str
     policy: PolicyConfig
+    trained_with: TrainedWith | None = None  # what a run stored about policy.model_name, which may have changed since
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +155,7 @@ def _subject(
         compared, dpo = None, Dpo()
     else:
         config = load_config(str(own / "config.yaml"), list(overrides), allow_code=allow_code).config
-        model = model_of_run(key, own, config.policy)
+        model = model_of_run(key, own, config)
         compared = _reference_of_run(own, config) if needs_reference(config.dpo.preference_loss) else None
         dpo = config.dpo.model_copy(update={"wpo": False})  # weights of pairs change neither rewards nor accuracy
     if reference is not None:
@@ -188,7 +190,7 @@ def named_model(key: str, name: str, policy: PolicyConfig) -> ModelRequest:
     """The settings that load a model folder, a hub name, an adapter folder, the model of a run, or a checkpoint."""
     folder = Path(name)
     if _has_settings(folder):
-        return model_of_run(key, folder, _policy_of_run(folder))
+        return model_of_run(key, folder, config_without_data(folder))
     plain = policy.model_copy(update={"model_name": name, "revision": None, "lora": Lora(), "weights": "float32"})
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         base = _base_of_adapter(key, folder)
@@ -207,13 +209,9 @@ def _has_settings(folder: Path) -> bool:
     return is_run(folder) or is_checkpoint(folder)
 
 
-def _policy_of_run(run: Path) -> PolicyConfig:
-    """The policy of another run or checkpoint, whose loss and data are not needed, so no code that they name is run."""
-    return load_config(str(run / "config.yaml"), ["dpo={}", "data={}", "reference={}"]).config.policy
-
-
-def model_of_run(key: str, run: Path, policy: PolicyConfig) -> ModelRequest:
+def model_of_run(key: str, run: Path, config: Config) -> ModelRequest:
     """The settings that load RUN/model, which is a model or, without merging, an adapter. Or those for a checkpoint's export."""
+    policy = config.policy
     if is_checkpoint(run):
         check_path(key, str(run))
         changes = {"model_name": str(run), "revision": None, "weights": "float32", "lora": Lora()}
@@ -228,7 +226,10 @@ def model_of_run(key: str, run: Path, policy: PolicyConfig) -> ModelRequest:
     if (folder / "adapter_config.json").is_file():
         lora = policy.lora.model_copy(update={"adapter": str(folder), "dropout": 0.0})
         return ModelRequest(
-            name=str(run), key=key, policy=policy.model_copy(update={"lora": lora, "weights": "float32"})
+            name=str(run),
+            key=key,
+            policy=policy.model_copy(update={"lora": lora, "weights": "float32"}),
+            trained_with=base_of(run, config),
         )
     check_path(key, str(folder))
     changes = {**plain, "model_name": str(folder), "lora": Lora()}
@@ -239,13 +240,14 @@ def _reference_of_run(run: Path, config: Config) -> ModelRequest:
     """The model that a run trained against: reference.model, or the model that it started from, with its adapter."""
     key = f"reference of {run}"
     if config.reference.model is not None:
-        return named_model(key, config.reference.model, config.policy)
+        named = named_model(key, config.reference.model, config.policy)
+        return replace(named, trained_with=reference_of(run, config))
     name = config.policy.model_name
     check_path(key, name, config.policy.revision)
     policy = config.policy.model_copy(update={"weights": "float32"})
     if config.policy.lora.adapter is None and config.policy.lora.quantization is None:
         policy = policy.model_copy(update={"lora": Lora()})  # new adapters change nothing
-    return ModelRequest(name=name, key=key, policy=policy)
+    return ModelRequest(name=name, key=key, policy=policy, trained_with=reference_of(run, config))
 
 
 def _base_of_adapter(key: str, folder: Path) -> str:
