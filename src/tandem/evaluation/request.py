@@ -19,6 +19,7 @@ from tandem.model.files.source import check_path, refuse_missing_model
 from tandem.paths import check_data
 from tandem.report.per_pair import check_per_pair
 from tandem.storage.cache import is_checkpoint, is_run
+from tandem.storage.ownership import lock_holder
 from tandem.terminal.arguments import option, setting
 from tandem.terminal.commands import finish_or_use_checkpoint, key_of, override
 from tandem.training.checkpoint.start_model import TrainedWith, base_of, config_without_data, reference_of
@@ -220,7 +221,7 @@ def model_of_run(key: str, run: Path, config: Config) -> ModelRequest:
     if not folder.is_dir():
         raise CheckpointError(
             f"{setting(key, run)}: a run that has no model yet ({folder} is missing). "
-            f"{finish_or_use_checkpoint(str(run))}"
+            f"{finish_or_use_checkpoint(str(run), lock_holder(run))}"
         )
     plain = {"revision": None, "weights": "float32", "compile": policy.compile}
     if (folder / "adapter_config.json").is_file():

@@ -25,6 +25,7 @@ from tandem.model.files.source import (
     weights_fingerprint,
 )
 from tandem.storage.cache import content_of, fingerprint, is_checkpoint, is_export
+from tandem.storage.ownership import lock_holder
 from tandem.terminal.arguments import option
 from tandem.terminal.commands import finish_or_use_checkpoint
 from tandem.training.checkpoint.start_model import base_of, config_without_data, refuse_changed
@@ -132,7 +133,7 @@ def _run_target(argument: str, name: str, run: Path) -> Target:
     if not is_export(model):
         raise ConfigError(
             f"{option(argument, name)}: a run without a model: {model} is written when the run is finished. "
-            f"{finish_or_use_checkpoint(name)}"
+            f"{finish_or_use_checkpoint(name, lock_holder(run))}"
         )
     settings = _stored_tokenizer(run)
     if (model / ADAPTER_CONFIG).is_file():

@@ -1,6 +1,7 @@
 """What `tandem eval` is asked for: exact messages of wrong arguments, before torch is imported."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from tandem.config.load import load_config
 from tandem.errors import CheckpointError, ConfigError, DataError
 from tandem.evaluation.request import check_request
 from tandem.terminal.commands import tandem_command
+from tandem.training.run.directory import locked
 
 pytestmark = pytest.mark.usefixtures("of_a_command")
 
@@ -95,8 +97,13 @@ def test_a_run_without_a_model_is_refused(run, data):
     (run / "model").rmdir()
     assert refused(str(run), [data], error=CheckpointError) == (
         f"MODEL {run}: a run that has no model yet ({run}/model is missing). Finish it with "
-        f"{tandem_command('train', '--resume', str(run))}, or export a checkpoint with {tandem_command('export', str(run))}."
+        f"{tandem_command('train', '--resume', str(run))}."
     )
+    with locked(run):
+        assert refused(str(run), [data], error=CheckpointError) == (
+            f"MODEL {run}: a run that has no model yet ({run}/model is missing). It is being trained by process "
+            f"{os.getpid()}. Wait until it is finished."
+        )
 
 
 def test_folders_and_files_that_are_no_models_are_refused(tmp_path, data):
