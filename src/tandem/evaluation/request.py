@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tandem.config.code import ChangedCodeError
 from tandem.config.load import load_config
 from tandem.config.losses import needs_reference
 from tandem.config.schema import Config
@@ -155,7 +156,7 @@ def _subject(
         model = named_model(key, name, config.policy)
         compared, dpo = None, Dpo()
     else:
-        config = load_config(str(own / "config.yaml"), list(overrides), allow_code=allow_code).config
+        config = _loaded_run(own, overrides, allow_code=allow_code)
         model = model_of_run(key, own, config)
         compared = _reference_of_run(own, config) if needs_reference(config.dpo.preference_loss) else None
         dpo = config.dpo.model_copy(update={"wpo": False})  # weights of pairs change neither rewards nor accuracy
@@ -185,6 +186,15 @@ def _subject(
         sets_length=own is not None or LENGTH_KEY in given,
         sets_fields=any(one.startswith("data.default") for one in given),
     )
+
+
+def _loaded_run(run: Path, overrides: Sequence[str], *, allow_code: bool) -> Config:
+    try:
+        return load_config(str(run / "config.yaml"), list(overrides), allow_code=allow_code).config
+    except ChangedCodeError as error:
+        raise ChangedCodeError(
+            f"{error} To evaluate the run with another loss, add dpo.preference_loss=dpo."
+        ) from None
 
 
 def named_model(key: str, name: str, policy: PolicyConfig) -> ModelRequest:

@@ -49,6 +49,21 @@ def test_a_run_means_its_model_with_its_own_reference_and_loss(run, data):
     assert check_request(str(run), [data], beta=0.5).subject.dpo.reference_policy_kl_penalty == 0.5
 
 
+def test_a_run_whose_loss_changed_is_evaluated_with_another(run, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = "def mine(pairs, *, beta):\n    return -beta * pairs.ratios.margin\n"
+    (tmp_path / "mine.py").write_text(code)
+    (run / "config.yaml").write_text(load_config(None, ["dpo.preference_loss=mine.py:mine"]).as_yaml())
+    (tmp_path / "mine.py").write_text(f"# a comment\n{code}")
+    assert check_request(str(run), [data], allow_code=True).subject.dpo.preference_loss == "mine.py:mine"
+    (tmp_path / "mine.py").write_text(code.replace("-beta", "-2 * beta"))
+    message = refused(str(run), [data], allow_code=True)
+    assert message.endswith(
+        "Undo the change, or start a new run. To evaluate the run with another loss, add dpo.preference_loss=dpo."
+    )
+    assert check_request(str(run), [data], overrides=["dpo.preference_loss=dpo"]).subject.dpo.preference_loss == "dpo"
+
+
 def test_a_run_without_data_is_measured_on_its_validation_sets(run):
     (only,) = check_request(str(run)).data
     assert (only.name, only.path.endswith("embedded/validation.jsonl")) == ("default", True)
