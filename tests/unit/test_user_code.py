@@ -370,7 +370,8 @@ def test_a_map_in_a_file_needs_permission(tmp_path):
     written(LOSS + "NUMBER = 1\n")
     Path("run.yaml").write_text("dpo: {preference_loss: {'mine.py:focal': 0.5, dpo: 1}}", encoding="utf-8")
     assert refusal(file="run.yaml") == (
-        "run.yaml: dpo.preference_loss = mine.py:focal names Python code, which would be run. If you trust it, add --allow-code."
+        f"{tmp_path}/run.yaml: dpo.preference_loss = mine.py:focal names Python code, which would be run. If you trust it, add "
+        "--allow-code."
     )
     loaded = load_config("run.yaml", allow_code=True)
     assert loaded.config.dpo.preference_loss == {"mine.py:focal": 0.5, "dpo": 1}
