@@ -24,6 +24,7 @@ from tandem.storage.ownership import lock_holder
 from tandem.terminal.arguments import option, setting
 from tandem.terminal.commands import finish_or_use_checkpoint, key_of, override
 from tandem.training.checkpoint.start_model import TrainedWith, base_of, config_without_data, reference_of
+from tandem.training.run.directory import what_runs_it_holds
 
 # Keys whose values the arguments give, or that have no effect here.
 GIVEN_BY_ARGUMENTS = (
@@ -211,6 +212,8 @@ def named_model(key: str, name: str, policy: PolicyConfig) -> ModelRequest:
         raise ConfigError(f"{setting(key, name)}: a file, not a model folder or a run. Give the folder.")
     if not folder.exists():
         refuse_missing_model(setting(key, name), name)
+    elif not (folder / "config.json").is_file() and (runs := what_runs_it_holds(folder)):
+        raise ConfigError(f"{setting(key, name)}: {runs}.")
     check_path(key, name)
     return ModelRequest(name=name, key=key, policy=plain)
 

@@ -121,6 +121,14 @@ def test_a_run_without_a_model_is_refused(run, data):
         )
 
 
+def test_a_folder_of_runs_names_one_of_them(run, tmp_path, data):
+    expected = f"{tmp_path}: it holds runs: name one of its runs, such as {run}."
+    assert refused(str(tmp_path), [data]) == f"MODEL {expected}"
+    assert refused("embedded", [data], against=str(tmp_path)) == f"--against {expected}"
+    (tmp_path / "sweep.json").touch()
+    assert refused(str(tmp_path), [data]).startswith(f"MODEL {tmp_path}: it is a sweep: name one of its runs, such as ")
+
+
 def test_folders_and_files_that_are_no_models_are_refused(tmp_path, data):
     assert refused(str(tmp_path), [data]) == f"MODEL {tmp_path}: {tmp_path} holds no config.json, so it is not a model."
     assert refused(data, [data]) == f"MODEL {data}: a file, not a model folder or a run. Give the folder."

@@ -83,6 +83,10 @@ def test_a_folder_that_is_neither_a_model_nor_a_run_is_refused(tmp_path):
     )
 
 
+def test_a_folder_of_runs_names_one_of_them(run, tmp_path):
+    assert message(tmp_path) == f"MODEL {tmp_path}: it holds runs: name one of its runs, such as {run}."
+
+
 def test_a_missing_folder_and_a_file_are_refused(tmp_path, monkeypatch):
     assert message("/no/model") == (
         "MODEL /no/model: no such directory. Give a model folder, a hub name, or a run directory."
