@@ -164,7 +164,8 @@ def _code_digest(content: bytes) -> str:
         lines = content.decode(tokens[0].string).split("\n")
     except (SyntaxError, ValueError, LookupError, tokenize.TokenError):
         return hashlib.sha256(content).hexdigest()  # running the file reports what is wrong with it
-    in_text = {row for one in tokens for row in range(one.start[0], one.end[0])}  # a text of several lines goes on after them
+    # The lines of a string that continues on the next line, where blank lines and spaces count.
+    in_text = {row for one in tokens for row in range(one.start[0], one.end[0])}
     for one in tokens:
         if one.type == tokenize.COMMENT:
             row, column = one.start

@@ -54,7 +54,9 @@ def test_a_loss_of_a_file_is_used_and_its_sha256_is_stored():
     written(LOSS)
     loaded = load_config(None, ["dpo.preference_loss=mine.py:focal", "dpo.reference_policy_kl_penalty=0.5"])
     assert loaded.config.dpo.preference_loss == "mine.py:focal"
-    assert loaded.config.run.code == {"mine.py:focal": hashlib.sha256(LOSS.replace("\n\n", "\n").strip("\n").encode()).hexdigest()}
+    assert loaded.config.run.code == {
+        "mine.py:focal": hashlib.sha256(LOSS.replace("\n\n", "\n").strip("\n").encode()).hexdigest()
+    }
     assert loaded.options == ["--allow-code"]
     check_user_losses(loaded.config.dpo)
 
@@ -237,7 +239,8 @@ def test_a_changed_file_is_noticed(tmp_path):
     assert f"  run.code.mine.py:focal: '{old}' there, '{new}' now" in str(error.value)
     assert refusal(file="config.yaml", allow_code=True) == (
         f"dpo.preference_loss = mine.py:focal: the code has changed since the run started (SHA-256 {new[:12]}..., then "
-        f"{old[:12]}..., without comments and blank lines), so the run would not be the same. Undo the change, or start a new run."
+        f"{old[:12]}..., without comments and blank lines), so the run would not be the same. Undo the change, or start a "
+        "new run."
     )
 
 

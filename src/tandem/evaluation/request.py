@@ -193,9 +193,7 @@ def _loaded_run(run: Path, overrides: Sequence[str], *, allow_code: bool) -> Con
     try:
         return load_config(str(run / "config.yaml"), list(overrides), allow_code=allow_code).config
     except ChangedCodeError as error:
-        raise ChangedCodeError(
-            f"{error} To evaluate the run with another loss, add dpo.preference_loss=dpo."
-        ) from None
+        raise ChangedCodeError(f"{error} To evaluate the run with another loss, add dpo.preference_loss=dpo.") from None
 
 
 def named_model(key: str, name: str, policy: PolicyConfig) -> ModelRequest:

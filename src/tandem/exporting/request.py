@@ -169,7 +169,11 @@ def _why_none(run: Path, config: Config) -> str:
     if why:
         return why
     process = lock_holder(run)
-    return f" Train it first: {resume_call(str(run))}" if process is None else f" It is being trained by process {process}."
+    return (
+        f" Train it first: {resume_call(str(run))}"
+        if process is None
+        else f" It is being trained by process {process}."
+    )
 
 
 def _step(asked: str, folder: Path, steps: list[int]) -> int | None:

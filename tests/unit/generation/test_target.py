@@ -73,7 +73,7 @@ def test_a_run_that_is_being_trained_names_its_process(run):
         (run / "checkpoints/step_2").mkdir(parents=True)
         (run / "checkpoints/latest").symlink_to("step_2")
         assert message(run) == f"{without} {training}, or use its newest checkpoint, {run}/checkpoints/latest."
-    assert message(run).endswith(f"{str(run)}, or use its newest checkpoint, {run}/checkpoints/latest.")
+    assert message(run).endswith(f"{run!s}, or use its newest checkpoint, {run}/checkpoints/latest.")
 
 
 def test_a_folder_that_is_neither_a_model_nor_a_run_is_refused(tmp_path):

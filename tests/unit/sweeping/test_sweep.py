@@ -396,7 +396,9 @@ def test_an_error_of_the_command_does_not_name_a_run(tmp_path):
     assert missing == f"{tmp_path}/no.yaml: no such configuration file."
     assert refusal(ConfigError, "run.seed=1,2", "dpo.max_num_steps=x").startswith("command line: dpo.max_num_steps = ")
     assert refusal(DataError, "run.seed=1,2", "data.train=no.jsonl").startswith("no.jsonl: no such file")
-    assert refusal(DataError, "data.train=no.jsonl,embedded").startswith("run 1 of 2, data.train=no.jsonl: no.jsonl: no ")
+    assert refusal(DataError, "data.train=no.jsonl,embedded").startswith(
+        "run 1 of 2, data.train=no.jsonl: no.jsonl: no "
+    )
     assert refusal(ConfigError, "run.seed=1,x").startswith("run 2 of 2, run.seed=x: ")
 
 

@@ -104,9 +104,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_training(tmp_path):
     file.touch()
     with pytest.raises(ConfigError) as error:
         check_per_pair(file / "pairs.jsonl")
-    assert str(error.value) == (
-        f"--per-pair {file}/pairs.jsonl: {file} is a file, not a folder. Choose another file."
-    )
+    assert str(error.value) == (f"--per-pair {file}/pairs.jsonl: {file} is a file, not a folder. Choose another file.")
     with pytest.raises(ConfigError) as error:
         short_run(tmp_path / "run", per_pair=tmp_path)
     assert str(error.value) == f"--per-pair {tmp_path}: a directory. Give the name of a file."

@@ -91,7 +91,7 @@ def refuse_changed(model: TrainedWith, source: ModelSource) -> None:
 
 
 def refuse_to_resume(run: Path, folder: Path, source: ModelSource, lora: Lora, weights: str) -> None:
-    """Raise CheckpointError if the start model changed since the run began. `folder`: its checkpoints; `weights`: fingerprint now.
+    """Raise CheckpointError if the start model changed since the run began. `folder`: of checkpoints; `weights`: fingerprint now.
 
     Checked before the audit, which would compare the model with the reference that was cached for the model before the change.
     """

@@ -207,7 +207,8 @@ def with_real_model(loaded: LoadedConfig, run: Path, num_pairs: int, blamed: Col
 
     A learning rate and a batch size that the user set are kept. Those of the embedded default configuration suit a tiny random
     model: without them, the learning rate is its default, or for adapters the one suggested for them, and the batch size the one
-    suggested for `num_pairs` pairs. TRY_KEYS are kept if the pairs are the user's own. `blamed`: keys whose values are not repeated.
+    suggested for `num_pairs` pairs. TRY_KEYS are kept if the pairs are the user's own. `blamed`: keys that are left
+    out.
     """
     config, own = loaded.config, _has_own_pairs(loaded)
     is_resumed = loaded.file is not None and Path(loaded.file).resolve() == (run / "config.yaml").resolve()
