@@ -36,7 +36,7 @@ def resume_call(run: str) -> str:
 
 
 def finish_or_use_checkpoint(run: str, process: str | None) -> str:
-    """Return what to do with a run that has no model yet, in a sentence or two. `process`: the id of its process, if it has one."""
+    """Return what to do with a run that has no model yet, in a sentence or two. `process`: the id of its process, or None."""
     newest = Path(run) / "checkpoints" / "latest"
     finish = f"Finish it with {resume_call(run)}" if process is None else "Wait until it is finished"
     training = "" if process is None else f"It is being trained by process {process}. "
