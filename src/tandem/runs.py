@@ -5,7 +5,6 @@ out and listed in `Run.problems`.
 """
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from tandem.config.validation import flatten
 from tandem.errors import CheckpointError, ConfigError
 from tandem.run_numbers import Interval, accuracy_of, number_in, numbers_shown
 from tandem.storage.cache import is_checkpoint, is_export
-from tandem.storage.ownership import step_in
+from tandem.storage.ownership import lock_holder, step_in
 from tandem.terminal.arguments import in_command
 from tandem.terminal.printable import escaped
 from tandem.training.checkpoint.ranking import Record, measured_on, records_in
@@ -216,17 +215,7 @@ def status_of(folder: Path) -> Status:
     """Whether a run has exported its model, or a process holds its lock, or neither."""
     if is_export(folder / "model"):
         return "finished"
-    try:
-        descriptor = os.open(folder / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return "stopped"
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return "running" if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else "stopped"
-    finally:
-        os.close(descriptor)
-    return "stopped"
+    return "stopped" if lock_holder(folder) is None else "running"
 
 
 def _result(split: str, records: Sequence[Record]) -> Result:

@@ -3,11 +3,14 @@
 The caller must have checked that the code may be run (config/code.py): loading a function runs its file.
 """
 
+import ast
 import hashlib
 import inspect
+import io
 import os
 import re
 import sys
+import tokenize
 import traceback
 import types
 from collections.abc import Callable, Iterator
@@ -25,7 +28,10 @@ SHOWN_FUNCTIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class UserFunction:
-    """A function of the user's, its name in the configuration, and the SHA-256 of its file or, without a file, its source."""
+    """A function of the user's, its name in the configuration, and the SHA-256 of its file or, without a file, its source.
+
+    Comments and blank lines of a file are not hashed.
+    """
 
     name: str
     function: Callable[..., Any]
@@ -58,7 +64,7 @@ def was_given(name: str) -> bool:
     if found["given"]:
         return True
     path = Path(os.path.expanduser(found["file"]))  # noqa: PTH111
-    return path.is_file() and hashlib.sha256(_read(name, path)).hexdigest() == known.digest
+    return path.is_file() and _code_digest(_read(name, path)) == known.digest
 
 
 def load_function(key: str, name: str) -> UserFunction:
@@ -78,7 +84,7 @@ def load_function(key: str, name: str) -> UserFunction:
         return _known[name]
     path = Path(os.path.expanduser(found["file"]))  # noqa: PTH111
     content = _read(where, path)
-    digest = hashlib.sha256(content).hexdigest()
+    digest = _code_digest(content)
     if name not in _known or _known[name].digest != digest:
         function = _function_in(where, _run(where, path, content), found["function"])
         _known[name] = UserFunction(name, function, digest)
@@ -108,7 +114,7 @@ def name_function(what: str, function: object) -> str:
             raise ConfigError(
                 f"{what} = {shown}: {file} has changed since the function was imported. Import it again, or restart Python."
             )
-        name, digest = f"{_shortest(file)}:{plain.__name__}", hashlib.sha256(content).hexdigest()
+        name, digest = f"{_shortest(file)}:{plain.__name__}", _code_digest(content)
     else:
         name, digest = f"python:{plain.__name__}", hashlib.sha256(_source_of(plain).encode()).hexdigest()
     _known[name] = UserFunction(name, function, digest, is_given=True)  # pyright: ignore[reportArgumentType]
@@ -123,6 +129,21 @@ def refuse_while_loading(function: str) -> None:
         )
 
 
+def function_missing(name: object) -> str | None:
+    """Return what to write instead of a file alone, such as my_losses.py; None for any other name. The file is not run."""
+    if not isinstance(name, str) or not name.endswith(".py"):
+        return None
+    path, own = Path(os.path.expanduser(name)), []  # noqa: PTH111
+    try:
+        if path.is_file() and path.stat().st_size <= MAX_FILE_BYTES:
+            tree = ast.parse(path.read_bytes())
+            own = [one.name for one in tree.body if isinstance(one, ast.FunctionDef) and one.name[0] != "_"]
+            own = own[:SHOWN_FUNCTIONS]
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        pass
+    return f"a Python file without the name of a function. Write {' or '.join(f'{name}:{one}' for one in own or ['FUNCTION'])}"
+
+
 def _read(where: str, path: Path) -> bytes:
     if not path.is_file():
         what = "a folder, not a file" if path.is_dir() else f"there is no file {path}"
@@ -134,6 +155,24 @@ def _read(where: str, path: Path) -> bytes:
     if len(content) > MAX_FILE_BYTES:
         raise ConfigError(f"{where}: {path} has over {MAX_FILE_BYTES:,} bytes. Is it a Python file?")
     return content
+
+
+def _code_digest(content: bytes) -> str:
+    """Return the SHA-256 of a file without its comments, blank lines and spaces at the ends of lines, which change nothing."""
+    try:
+        tokens = list(tokenize.tokenize(io.BytesIO(content).readline))
+        lines = content.decode(tokens[0].string).split("\n")
+    except (SyntaxError, ValueError, LookupError, tokenize.TokenError):
+        return hashlib.sha256(content).hexdigest()  # running the file reports what is wrong with it
+    # The lines of a string that continues on the next line, where blank lines and spaces count.
+    in_text = {row for one in tokens for row in range(one.start[0], one.end[0])}
+    for one in tokens:
+        if one.type == tokenize.COMMENT:
+            row, column = one.start
+            lines[row - 1] = lines[row - 1][:column]
+    kept = [line if row in in_text else line.rstrip() for row, line in enumerate(lines, 1)]
+    code = "\n".join(line for row, line in enumerate(kept, 1) if line or row in in_text)
+    return hashlib.sha256(code.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _run(where: str, path: Path, content: bytes) -> types.ModuleType:

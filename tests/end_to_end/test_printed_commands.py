@@ -14,12 +14,13 @@ from running import SHORT, killed_after
 
 from tandem.cli import main as cli
 from tandem.config.load import LoadedConfig, load_config
+from tandem.config.sections.policy import Policy
 from tandem.embedded.files import TRAIN
 from tandem.model.files.tiny import tiny_model
 from tandem.report.reporter import Reporter
 from tandem.report.verdicts import Verdict
 from tandem.training.run import finish
-from tandem.training.run.finish import REAL_MODEL, with_real_model
+from tandem.training.run.finish import REAL_MODEL, blamed_keys, with_real_model
 from tandem.training.trainer import train
 
 # Of a model of one's own, by other names than usual, in a folder with a space.
@@ -254,6 +255,43 @@ def test_an_unfinished_run_resumes_with_the_printed_command(tmp_path, monkeypatc
         cli.main()
     assert ended.value.code in (None, 0)
     assert "Done. Everything is in runs/tandem-1" in capsys.readouterr().out
+
+
+RATE = ("policy.optimizer.kwargs.lr", "Train with a larger policy.optimizer.kwargs.lr.")
+SCHEDULER = ("policy.scheduler", "The learning rate never left its warm-up: shorten it (policy.scheduler).")
+
+
+@pytest.mark.parametrize("where", ["file", "overrides", "section"])
+@pytest.mark.parametrize(("key", "text"), [RATE, SCHEDULER], ids=["rate", "scheduler"])
+def test_the_suggested_run_omits_what_the_verdict_blames(tmp_path, where, key, text):
+    slow = "{name: linear, warmup_ratio: 0.9}"
+    given = ["policy.optimizer.kwargs.lr=0.003", f"policy.scheduler={slow}", own_pairs(tmp_path)]
+    file = None
+    if where == "section":
+        given[0] = "policy.optimizer.kwargs={lr: 0.003}"
+    if where == "file":
+        file = tmp_path / "mine.yaml"
+        file.write_text(f"policy: {{optimizer: {{kwargs: {{lr: 0.003}}}}, scheduler: {slow}}}\n")
+        given = given[2:]
+    blamed = blamed_keys([Verdict("hardly_trained", "train", text)])
+    assert blamed == {key}
+    loaded = load_config(file and str(file), given)
+    policy = reread(with_real_model(loaded, tmp_path / "run", 24, blamed)).config.policy
+    is_kept = policy.scheduler == loaded.config.policy.scheduler
+    assert (policy.optimizer.kwargs.lr, is_kept) == ((5e-6, True) if key == RATE[0] else (0.003, False))
+    assert key == RATE[0] or policy.scheduler == (None if where == "file" else Policy().scheduler)
+
+
+def test_a_run_says_which_of_its_settings_the_next_one_omits(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(finish, "judge", lambda *_: [Verdict("accuracy_flat", "train", f"{RATE[1]} {SCHEDULER[1]}")])
+    given = [*SHORT, f"run.dir={tmp_path}/run", "policy.optimizer.kwargs.lr=1e-9"]
+    given = [one for one in given if "scheduler" not in one and not one.startswith(("policy.model_name", "data."))]
+    train(load_config(None, given), Reporter())
+    said = capsys.readouterr().out
+    assert (
+        "Next: a real model, without your policy.optimizer.kwargs.lr, which the verdict advises to change, then your own"
+    ) in said
+    assert "lr=" not in said.partition("Next:")[2]
 
 
 @pytest.mark.parametrize("name", ["diverged", "only_hurt"])

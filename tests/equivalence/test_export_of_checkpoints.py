@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from tandem.generation.records import Sampling
 from tandem.report.reporter import Reporter
 from tandem.storage.cache import write_manifest
 from tandem.terminal.console import SafeConsole
+from tandem.training.run.directory import locked
 
 pytestmark = pytest.mark.usefixtures("of_a_command")
 
@@ -297,6 +299,8 @@ def test_a_run_without_checkpoints_is_refused(run):
     shutil.rmtree(run / "model")
     assert refused(run).startswith(f"{nothing} Train it first: ")
     assert refused(run).endswith(f"tandem train --resume {run}")
+    with locked(run):
+        assert refused(run) == f"{nothing} It is being trained by process {os.getpid()}."
 
 
 def test_an_unknown_step_is_refused_with_those_that_exist(made):

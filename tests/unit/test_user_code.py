@@ -12,6 +12,7 @@ from tandem.data.formats.user_formats import converted
 from tandem.data.read.sources import RowError, SourceRow
 from tandem.errors import CheckpointError, ConfigError
 from tandem.loss.objective import check_user_losses
+from tandem.terminal.commands import override as as_override
 from tandem.training.run.directory import refuse_other_config, stored_config
 from tandem.user_code import load_function, name_function
 
@@ -53,7 +54,9 @@ def test_a_loss_of_a_file_is_used_and_its_sha256_is_stored():
     written(LOSS)
     loaded = load_config(None, ["dpo.preference_loss=mine.py:focal", "dpo.reference_policy_kl_penalty=0.5"])
     assert loaded.config.dpo.preference_loss == "mine.py:focal"
-    assert loaded.config.run.code == {"mine.py:focal": hashlib.sha256(LOSS.encode()).hexdigest()}
+    assert loaded.config.run.code == {
+        "mine.py:focal": hashlib.sha256(LOSS.replace("\n\n", "\n").strip("\n").encode()).hexdigest()
+    }
     assert loaded.options == ["--allow-code"]
     check_user_losses(loaded.config.dpo)
 
@@ -80,6 +83,22 @@ def test_missing_files_and_functions():
     assert refusal("dpo.preference_loss=mine.py:value") == (
         "dpo.preference_loss = mine.py:value: the function value is not a function there. Its functions are focal."
     )
+
+
+def test_a_file_without_a_function_lists_its_functions_and_is_not_run(tmp_path):
+    marked(tmp_path)
+    Path("mine.py").write_text(Path("mine.py").read_text() + "\ndef _own(): pass\n\ndef other(): pass\n")
+    alone = "a Python file without the name of a function."
+    assert refusal("dpo.preference_loss=mine.py") == (
+        f"command line: dpo.preference_loss = mine.py: {alone} Write mine.py:focal or mine.py:other."
+    )
+    assert refusal("dpo.preference_loss={no.py: 1}") == (
+        f"command line: dpo.preference_loss = no.py: {alone} Write no.py:FUNCTION."
+    )
+    assert refusal("data.train=a.jsonl", "data.train.dataset_name=mine.py") == (
+        f'command line: data.train.dataset_name = "mine.py": {alone} Write mine.py:focal or mine.py:other.'
+    )
+    assert not (tmp_path / "was_run").exists()
 
 
 @pytest.mark.parametrize(
@@ -220,8 +239,47 @@ def test_a_changed_file_is_noticed(tmp_path):
     assert f"  run.code.mine.py:focal: '{old}' there, '{new}' now" in str(error.value)
     assert refusal(file="config.yaml", allow_code=True) == (
         f"dpo.preference_loss = mine.py:focal: the code has changed since the run started (SHA-256 {new[:12]}..., then "
-        f"{old[:12]}...), so the run would not be the same. Undo the change, or start a new run."
+        f"{old[:12]}..., without comments and blank lines), so the run would not be the same. Undo the change, or start a "
+        "new run."
     )
+
+
+COMMENTED = """# -*- coding: utf-8 -*-
+import torch.nn.functional as F  # for logsigmoid
+
+
+# A loss of mine.
+def focal(pairs, *, beta, gamma=2.0):
+    "less weight on decided pairs"
+\t
+    logits = beta * pairs.ratios.margin  \r
+    return -((1 - logits.sigmoid()) ** gamma) * F.logsigmoid(logits)
+"""
+
+
+def test_comments_and_blank_lines_are_no_change():
+    written(LOSS)
+    before = load_config(None, ["dpo.preference_loss=mine.py:focal"]).config.run.code
+    for text in (COMMENTED, LOSS.replace("\n", "\r\n"), LOSS + "\n\n# end"):
+        written(text)
+        assert load_config(None, ["dpo.preference_loss=mine.py:focal"]).config.run.code == before
+
+
+@pytest.mark.parametrize(
+    ("text", "changed"),
+    [
+        ('TEXT = """a\n\nb"""', 'TEXT = """a\nb"""'),
+        ('TEXT = """a # b\n"""', 'TEXT = """a\n"""'),
+        ('TEXT = """a \n"""', 'TEXT = """a\n"""'),
+        ('TEXT = "#1"', 'TEXT = "#2"'),
+    ],
+)
+def test_texts_are_code(text, changed):
+    codes = []
+    for one in (text, changed):
+        written(f"{LOSS}\n{one}\n")
+        codes.append(load_config(None, ["dpo.preference_loss=mine.py:focal"]).config.run.code)
+    assert codes[0] != codes[1]
 
 
 def test_a_function_object_is_named_by_its_file():
@@ -291,6 +349,35 @@ def test_what_a_format_must_not_return(body, kind, message):
     with pytest.raises(RowError) as error:
         made(body)
     assert (error.value.kind, error.value.message) == (kind, message)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "dpo.preference_loss={mine.py:focal: 0.5, dpo: 1}",
+        "dpo.preference_loss={dpo:1.0,mine.py:focal:0.5}",
+        "+dpo.preference_loss={'mine.py:focal' : 0.5, dpo: 1}",
+        'dpo={preference_loss: {dpo: 1, "./mine.py:focal": 0.5}}',
+    ],
+)
+def test_a_map_on_the_command_line_may_name_functions(override):
+    written(LOSS)
+    loaded = load_config(None, [override])
+    name = "./mine.py:focal" if "./" in override else "mine.py:focal"
+    assert loaded.config.dpo.preference_loss == {name: 0.5, "dpo": 1}
+    again = load_config(None, [as_override("dpo.preference_loss", loaded.config.dpo.preference_loss)])
+    assert again.config.dpo.preference_loss == loaded.config.dpo.preference_loss
+
+
+def test_a_map_in_a_file_needs_permission(tmp_path):
+    written(LOSS + "NUMBER = 1\n")
+    Path("run.yaml").write_text("dpo: {preference_loss: {'mine.py:focal': 0.5, dpo: 1}}", encoding="utf-8")
+    assert refusal(file="run.yaml") == (
+        f"{tmp_path}/run.yaml: dpo.preference_loss = mine.py:focal names Python code, which would be run. If you trust it, add "
+        "--allow-code."
+    )
+    loaded = load_config("run.yaml", allow_code=True)
+    assert loaded.config.dpo.preference_loss == {"mine.py:focal": 0.5, "dpo": 1}
 
 
 def test_maps_of_losses_may_have_functions():

@@ -235,9 +235,9 @@ CASES = [
     ),
     (
         lambda: tandem.train(["data.train=embedded"], per_pair="/no/pairs.jsonl"),
-        'per_pair="/no/pairs.jsonl": /no is not a writable directory. Create it first.',
+        'per_pair="/no/pairs.jsonl": there is no folder /no. Create it first.',
         ["train", "data.train=embedded", "--per-pair", "/no/pairs.jsonl"],
-        "--per-pair /no/pairs.jsonl: /no is not a writable directory. Create it first.",
+        "--per-pair /no/pairs.jsonl: there is no folder /no. Create it first.",
     ),
     (
         lambda: load_config(None, ["data.train=embedded"], from_format="trll"),

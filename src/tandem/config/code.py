@@ -14,6 +14,10 @@ from tandem.user_code import is_user_function, load_function, was_given
 LOSS_KEY = "dpo.preference_loss"
 
 
+class ChangedCodeError(ConfigError):
+    """The user's own code has changed since the run that names it began."""
+
+
 @dataclass(frozen=True, slots=True)
 class NamedFunction:
     """A function that a configuration names: its key, its name, and whether it affects the trained weights."""
@@ -49,9 +53,10 @@ def load_named_functions(
         if not one.trains:
             continue
         if pinned.get(one.name, function.digest) != function.digest:
-            raise ConfigError(
+            raise ChangedCodeError(
                 f"{one.key} = {one.name}: the code has changed since the run started (SHA-256 {function.digest[:12]}..., then "
-                f"{str(pinned[one.name])[:12]}...), so the run would not be the same. Undo the change, or start a new run."
+                f"{str(pinned[one.name])[:12]}..., without comments and blank lines), so the run would not be the same. Undo the "
+                "change, or start a new run."
             )
         digests[one.name] = function.digest
     return digests

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tandem.config.sections.section import UserFunctionName
 from tandem.loss.declare import BETA, INPUT_SETTINGS, Scope, loss_of
 from tandem.loss.losses import LOSSES
-from tandem.user_code import is_user_function
+from tandem.user_code import function_missing, is_user_function
 
 if TYPE_CHECKING:
     LossName = str
@@ -131,6 +131,8 @@ def why_not_losses(chosen: Any) -> str | None:
         )
     for name in [chosen] if isinstance(chosen, str) else chosen:
         if name not in LOSSES and not is_user_function(name):
+            if missing := function_missing(name):
+                return f"dpo.preference_loss = {name}: {missing}"
             low = str(name).lower()
             near = [known for known in LOSSES if known.startswith(f"{low}_")]
             near = near or difflib.get_close_matches(low, LOSSES, 1)

@@ -34,7 +34,7 @@ class Run(Section):
     deterministic: bool = Field(default=False, description="bitwise reproducible on a GPU too; slower there")
     code: dict[str, str] = Field(
         default={},
-        description="written by tandem: SHA-256 of the file of each FILE.py:FUNCTION that the run trains with; a changed file is "
+        description="written by tandem: SHA-256 of the code of each FILE.py:FUNCTION that the run trains with; changed code is "
         "refused",
     )
 

@@ -14,8 +14,10 @@ from tandem.evaluation.records import Evaluation, HarnessResult
 from tandem.evaluation.request import Request, check_request
 from tandem.evaluation.summary import PairResults, benchmarks, best_of_n
 from tandem.exporting.cached import export_checkpoint
+from tandem.model.files.source import find_source
 from tandem.report.per_pair import PerPairFile
 from tandem.report.reporter import Reporter
+from tandem.training.checkpoint.start_model import refuse_changed
 from tandem.training.metrics import PairTable
 
 
@@ -74,6 +76,9 @@ def run_request(request: Request, reporter: Reporter) -> Evaluation:
         for model in () if subject is None else (subject.model, subject.reference):
             if model is not None:
                 export_checkpoint(model.key, model.policy.model_name, reporter.say)
+                if model.trained_with is not None:
+                    source = find_source(model.key, model.policy.model_name, model.policy.revision)
+                    refuse_changed(model.trained_with, source)
     if not request.data:
         return _only_tasks(request, reporter)
     started = time.perf_counter()

@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tandem.config.code import ChangedCodeError
 from tandem.config.load import Given, Overrides, in_order, load_config
 from tandem.config.losses import needs_reference
 from tandem.config.schema import Config
@@ -20,8 +21,11 @@ from tandem.model.files.source import check_path, refuse_missing_model
 from tandem.paths import check_data
 from tandem.report.per_pair import check_per_pair
 from tandem.storage.cache import is_checkpoint, is_run
+from tandem.storage.ownership import lock_holder
 from tandem.terminal.arguments import option, setting
 from tandem.terminal.commands import finish_or_use_checkpoint, key_of, override
+from tandem.training.checkpoint.start_model import TrainedWith, base_of, config_without_data, reference_of
+from tandem.training.run.directory import what_runs_it_holds
 
 # Keys whose values the arguments give, or that have no effect here.
 GIVEN_BY_ARGUMENTS = (
@@ -44,6 +48,7 @@ class ModelRequest:
     name: str
     key: str
     policy: PolicyConfig
+    trained_with: TrainedWith | None = None  # what a run stored about policy.model_name, which may have changed since
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +167,8 @@ def _subject(
         model = named_model(key, name, config.policy)
         compared, dpo = None, Dpo()
     else:
-        config = load_config(str(own / "config.yaml"), list(overrides), allow_code=allow_code).config
-        model = model_of_run(key, own, config.policy)
+        config = _loaded_run(own, overrides, allow_code=allow_code)
+        model = model_of_run(key, own, config)
         compared = _reference_of_run(own, config) if needs_reference(config.dpo.preference_loss) else None
         dpo = config.dpo.model_copy(update={"wpo": False})  # weights of pairs change neither rewards nor accuracy
     if reference is not None:
@@ -194,11 +199,18 @@ def _subject(
     )
 
 
+def _loaded_run(run: Path, overrides: Given, *, allow_code: bool) -> Config:
+    try:
+        return load_config(str(run / "config.yaml"), overrides, allow_code=allow_code).config
+    except ChangedCodeError as error:
+        raise ChangedCodeError(f"{error} To evaluate the run with another loss, add dpo.preference_loss=dpo.") from None
+
+
 def named_model(key: str, name: str, policy: PolicyConfig) -> ModelRequest:
     """The settings that load a model folder, a hub name, an adapter folder, the model of a run, or a checkpoint."""
     folder = Path(name)
     if _has_settings(folder):
-        return model_of_run(key, folder, _policy_of_run(folder))
+        return model_of_run(key, folder, config_without_data(folder))
     plain = policy.model_copy(update={"model_name": name, "revision": None, "lora": Lora(), "weights": "float32"})
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         base = _base_of_adapter(key, folder)
@@ -208,6 +220,8 @@ def named_model(key: str, name: str, policy: PolicyConfig) -> ModelRequest:
         raise ConfigError(f"{setting(key, name)}: a file, not a model folder or a run. Give the folder.")
     if not folder.exists():
         refuse_missing_model(setting(key, name), name)
+    elif not (folder / "config.json").is_file() and (runs := what_runs_it_holds(folder)):
+        raise ConfigError(f"{setting(key, name)}: {runs}.")
     check_path(key, name)
     return ModelRequest(name=name, key=key, policy=plain)
 
@@ -217,13 +231,9 @@ def _has_settings(folder: Path) -> bool:
     return is_run(folder) or is_checkpoint(folder)
 
 
-def _policy_of_run(run: Path) -> PolicyConfig:
-    """The policy of another run or checkpoint, whose loss and data are not needed, so no code that they name is run."""
-    return load_config(str(run / "config.yaml"), ["dpo={}", "data={}", "reference={}"]).config.policy
-
-
-def model_of_run(key: str, run: Path, policy: PolicyConfig) -> ModelRequest:
+def model_of_run(key: str, run: Path, config: Config) -> ModelRequest:
     """The settings that load RUN/model, which is a model or, without merging, an adapter. Or those for a checkpoint's export."""
+    policy = config.policy
     if is_checkpoint(run):
         check_path(key, str(run))
         changes = {"model_name": str(run), "revision": None, "weights": "float32", "lora": Lora()}
@@ -232,13 +242,16 @@ def model_of_run(key: str, run: Path, policy: PolicyConfig) -> ModelRequest:
     if not folder.is_dir():
         raise CheckpointError(
             f"{setting(key, run)}: a run that has no model yet ({folder} is missing). "
-            f"{finish_or_use_checkpoint(str(run))}"
+            f"{finish_or_use_checkpoint(str(run), lock_holder(run))}"
         )
     plain = {"revision": None, "weights": "float32", "compile": policy.compile}
     if (folder / "adapter_config.json").is_file():
         lora = policy.lora.model_copy(update={"adapter": str(folder), "dropout": 0.0})
         return ModelRequest(
-            name=str(run), key=key, policy=policy.model_copy(update={"lora": lora, "weights": "float32"})
+            name=str(run),
+            key=key,
+            policy=policy.model_copy(update={"lora": lora, "weights": "float32"}),
+            trained_with=base_of(run, config),
         )
     check_path(key, str(folder))
     changes = {**plain, "model_name": str(folder), "lora": Lora()}
@@ -249,13 +262,14 @@ def _reference_of_run(run: Path, config: Config) -> ModelRequest:
     """The model that a run trained against: reference.model, or the model that it started from, with its adapter."""
     key = f"reference of {run}"
     if config.reference.model is not None:
-        return named_model(key, config.reference.model, config.policy)
+        named = named_model(key, config.reference.model, config.policy)
+        return replace(named, trained_with=reference_of(run, config))
     name = config.policy.model_name
     check_path(key, name, config.policy.revision)
     policy = config.policy.model_copy(update={"weights": "float32"})
     if config.policy.lora.adapter is None and config.policy.lora.quantization is None:
         policy = policy.model_copy(update={"lora": Lora()})  # new adapters change nothing
-    return ModelRequest(name=name, key=key, policy=policy)
+    return ModelRequest(name=name, key=key, policy=policy, trained_with=reference_of(run, config))
 
 
 def _base_of_adapter(key: str, folder: Path) -> str:

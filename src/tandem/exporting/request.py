@@ -15,7 +15,7 @@ from tandem.errors import CheckpointError, ConfigError
 from tandem.exporting.gguf import find_converter
 from tandem.exporting.hub import check_repository
 from tandem.storage.cache import is_checkpoint, is_export, read_json, real_path, sha256_of
-from tandem.storage.ownership import step_in
+from tandem.storage.ownership import lock_holder, step_in
 from tandem.terminal.arguments import option
 from tandem.terminal.commands import resume_call
 from tandem.training.run.directory import checkpoint_dir, is_finished, refuse_links, why_not_a_run
@@ -166,7 +166,14 @@ def _why_none(run: Path, config: Config) -> str:
     why = " It was trained with checkpointing.enabled=false." if not config.checkpointing.enabled else ""
     if is_finished(run):
         return f"{why} The model that it exported is in {run / 'model'}."
-    return why or f" Train it first: {resume_call(str(run))}"
+    if why:
+        return why
+    process = lock_holder(run)
+    return (
+        f" Train it first: {resume_call(str(run))}"
+        if process is None
+        else f" It is being trained by process {process}."
+    )
 
 
 def _step(asked: str, folder: Path, steps: list[int]) -> int | None:

@@ -1,19 +1,20 @@
 """Finds the start model and the tokenizer, to rebuild the policy of a checkpoint, and the run's data, to measure the policy."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tandem.config.schema import Config
+from tandem.config.sections.policy import Lora
 from tandem.data.text.template import Template, make_template
 from tandem.data.text.tokenizer import check_export, load_tokenizer
 from tandem.errors import CheckpointError, ConfigError, MachineError, TandemError
 from tandem.model.files.source import ModelSource, find_tokenizer
 from tandem.model.load import load_policy
 from tandem.model.lora.adapters import load_adapted
-from tandem.model.lora.layers import LoraPlan, start_fingerprint
+from tandem.model.lora.layers import LoraPlan, start_fingerprints
 from tandem.model.policy import Policy
 from tandem.storage.cache import read_manifest
 from tandem.terminal.arguments import option
@@ -85,7 +86,7 @@ def find_start(
         config = config.model_copy(update={"policy": config.policy.model_copy(update={"lora": unquantised})})
     source = _find_model(config, run or place)
     machine = check_machine(config, source, device)
-    _refuse_other_model(place, saved, source, machine.lora, lora.quantization)
+    _refuse_other_model(place, saved, source, lora)
     tokenizer_folder = find_tokenizer(config.policy, source)
     tokenizer = load_tokenizer(tokenizer_folder)
     check_export(tokenizer, tokenizer_folder, source.config)
@@ -124,17 +125,10 @@ def _find_model(config: Config, trained: Path) -> ModelSource:
         ) from None
 
 
-def _refuse_other_model(
-    place: Path, saved: SavedState, source: ModelSource, lora: LoraPlan | None, quantization: str | None
-) -> None:
+def _refuse_other_model(place: Path, saved: SavedState, source: ModelSource, lora: Lora) -> None:
     """Raise CheckpointError if the start model changed, because weights that were not trained are taken from it."""
     then = saved.fingerprints.get("start model")
-    plans: list[LoraPlan | None] = [None]
-    if lora is not None:
-        # As it was trained: a GPU freezes a float16 model in bfloat16, and may quantise it.
-        trained = replace(lora, quantization=quantization)
-        plans = [trained, replace(trained, dtype=torch.bfloat16)]
-    if then is not None and then not in (start_fingerprint(source, plan) for plan in plans):
+    if then is not None and then not in start_fingerprints(source, lora):
         raise CheckpointError(
             f"{place}: the start model, {source.name}, changed since this checkpoint was saved, so the trained model cannot be "
             "rebuilt exactly. Restore the start model."

@@ -69,6 +69,10 @@ class OutputFile:
 
     def __init__(self, path: Path):
         self.path = path
+        if path.is_dir():
+            raise ConfigError(
+                f"{option('out', path)}: a folder. Give the name of a file, such as {path / 'completions.jsonl'}."
+            )
         try:
             self._file: IO[bytes] = open_own(path, "ab")
         except OSError as error:

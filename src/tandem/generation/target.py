@@ -3,7 +3,7 @@
 Does not import torch.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from tandem.config.sections.section import EMBEDDED
 from tandem.config.source.yaml_text import YamlLimitError, read_own_yaml
 from tandem.data.text.template import Template, make_template
 from tandem.data.text.tokenizer import load_tokenizer
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, TandemError
 from tandem.exporting.cached import export_checkpoint
 from tandem.model.files.folder import read_json
 from tandem.model.files.source import (
@@ -25,8 +25,11 @@ from tandem.model.files.source import (
     weights_fingerprint,
 )
 from tandem.storage.cache import content_of, fingerprint, is_checkpoint, is_export
+from tandem.storage.ownership import lock_holder
 from tandem.terminal.arguments import option
 from tandem.terminal.commands import finish_or_use_checkpoint
+from tandem.training.checkpoint.start_model import base_of, config_without_data, refuse_changed
+from tandem.training.run.directory import what_runs_it_holds
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -38,6 +41,7 @@ class Target:
     name: str
     model: str  # a folder, a hub name, or embedded
     adapter: Path | None = None
+    run: Path | None = None  # that trained the adapter
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
 
 
@@ -82,6 +86,8 @@ def find_target(argument: str, name: str) -> Target:
         return _run_target(argument, name, folder)
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
         return _adapter_target(argument, name, folder, TokenizerConfig())
+    if not (folder / "config.json").is_file() and (runs := what_runs_it_holds(folder)):
+        raise ConfigError(f"{option(argument, name)}: {runs}.")
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"{option(argument, name)}: neither a model (it has no config.json) nor a run (it has no config.yaml). Give a "
@@ -94,6 +100,8 @@ def open_target(argument: str, target: Target, chat_template: str | None = None)
     """Find and check the files of a model, and load its tokenizer. chat_template: a file, or none for raw text."""
     export_checkpoint(argument, target.model, lambda _: None)
     source = find_source(argument, target.model, None)
+    if target.run is not None:
+        _refuse_changed_base(target.run, source)
     settings = target.tokenizer
     if chat_template is not None:
         given = None if chat_template == "none" else chat_template
@@ -107,6 +115,16 @@ def open_target(argument: str, target: Target, chat_template: str | None = None)
     return FoundModel(target, source, template)
 
 
+def _refuse_changed_base(run: Path, source: ModelSource) -> None:
+    """Refuse adapters of a run whose base model is not the model that they were trained on."""
+    try:
+        config = config_without_data(run)
+    except TandemError:
+        return  # the run's settings are not needed to generate
+    if (base := base_of(run, config)) is not None:
+        refuse_changed(base, source)
+
+
 def about_own_argument(message: str) -> str:
     """A message about a configuration key, about the argument chat_template, which sets the same here."""
     key, own = "policy.tokenizer.chat_template", option("chat_template", metavar="")
@@ -118,11 +136,11 @@ def _run_target(argument: str, name: str, run: Path) -> Target:
     if not is_export(model):
         raise ConfigError(
             f"{option(argument, name)}: a run without a model: {model} is written when the run is finished. "
-            f"{finish_or_use_checkpoint(name)}"
+            f"{finish_or_use_checkpoint(name, lock_holder(run))}"
         )
     settings = _stored_tokenizer(run)
     if (model / ADAPTER_CONFIG).is_file():
-        return _adapter_target(argument, name, model, settings)
+        return replace(_adapter_target(argument, name, model, settings), run=run)
     return Target(name, str(model), tokenizer=settings)
 
 

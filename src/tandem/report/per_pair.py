@@ -1,7 +1,6 @@
 """Writes the metrics of every pair to a JSONL file: one line per pair, the smallest margin first."""
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from tandem.config.losses import needs_reference, scope_of
 from tandem.config.sections.dpo import Dpo
 from tandem.data.store.selection import Preferences
 from tandem.errors import ConfigError
-from tandem.storage.cache import replacing
+from tandem.storage.cache import check_writable, replacing
 from tandem.terminal.arguments import option
 
 if TYPE_CHECKING:
@@ -69,8 +68,14 @@ def check_per_pair(path: Path) -> None:
     """Raise ConfigError, before training starts, if the file cannot be written."""
     if path.is_dir():
         raise ConfigError(f"{option('per_pair', path)}: a directory. Give the name of a file.")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"{option('per_pair', path)}: {path.parent} is not a writable directory. Create it first.")
+    if not path.parent.is_dir():
+        problem = (
+            f"{path.parent} is a file, not a folder. Choose another file."
+            if path.parent.exists()
+            else f"there is no folder {path.parent}. Create it first."
+        )
+        raise ConfigError(f"{option('per_pair', path)}: {problem}")
+    check_writable(path.parent, f"{option('per_pair', path)}: the folder {path.parent}", "Choose a file elsewhere.")
     if path.is_file() and path.stat().st_size > 0 and not _is_per_pair(path):
         raise ConfigError(
             f"{option('per_pair', path)}: this file exists and does not hold the numbers of pairs, so it is kept. Choose another "

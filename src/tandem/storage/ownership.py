@@ -70,6 +70,24 @@ def open_own(path: Path, mode: Literal["a", "a+", "ab"]) -> IO[Any]:
         raise
 
 
+def lock_holder(folder: Path) -> str | None:
+    """Return the id of the process that holds the lock of a run's directory, and None if no process does. Writes nothing."""
+    try:
+        descriptor = os.open(folder / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            return None
+        found = os.pread(descriptor, 64, 0).decode("ascii", "replace").strip()
+        return found if found.isdecimal() else "unknown"
+    finally:
+        os.close(descriptor)
+    return None
+
+
 def _is_link(path: Path) -> str:
     return (
         f"{path}: a symbolic link, and writing to it would change a file elsewhere. Remove the link, or replace it by a copy of "

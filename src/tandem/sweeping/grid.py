@@ -56,6 +56,12 @@ class Grid:
             values = tuple(one for one, key in zip(chosen, self.keys, strict=True) if key is not None)
             yield Combination(values, chosen)
 
+    @property
+    def shared(self) -> Combination:
+        """What all runs have in common, without a value of any swept key."""
+        given = zip(self.alternatives, self.keys, strict=True)
+        return Combination((), tuple(texts[0] for texts, key in given if key is None))
+
     def names(self) -> list[str]:
         """Return a name for each combination, made of its keys and values: sft_loss_weight-0.1_seed-2."""
         short = _short_names(self.swept)
@@ -132,4 +138,5 @@ def _short_names(keys: Sequence[str]) -> dict[str, str]:
 
 def _end_of_value(text: str) -> str:
     """Return the value of an override without quotes and brackets. Of a long one, such as a path, only the end."""
-    return text.partition("=")[2].strip("'\"[]{} /")[-MAX_VALUE_CHARACTERS:] or "empty"
+    value = re.sub(r"(?<=\d)e\+(?=\d)", "e", text.partition("=")[2])  # 1e+30 is 1e30: a name keeps no +
+    return value.strip("'\"[]{} /")[-MAX_VALUE_CHARACTERS:] or "empty"

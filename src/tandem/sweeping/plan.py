@@ -111,6 +111,8 @@ def _checked_runs(grid: Grid, config: str | None, reading: Reading, done: Callab
         try:
             loaded = _load_checked(one, config, reading)
         except TandemError as error:
+            if not runs and _is_of_every_run(error, grid, config, reading):
+                raise
             raise type(error)(f"run {len(runs) + 1} of {grid.num_runs}, {described}: {error}") from None
         settings = _fingerprint(loaded)
         if same := by_settings.get(settings):
@@ -119,6 +121,15 @@ def _checked_runs(grid: Grid, config: str | None, reading: Reading, done: Callab
         runs.append(PlannedRun(name=name, combination=one, loaded=loaded, settings=settings))
         done()
     return runs
+
+
+def _is_of_every_run(error: TandemError, grid: Grid, config: str | None, reading: Reading) -> bool:
+    """Whether an error has nothing to do with the swept values, such as a configuration file that does not exist."""
+    try:
+        _load_checked(grid.shared, config, reading)
+    except TandemError as found:
+        return str(found) == str(error)
+    return False
 
 
 def _load_checked(one: Combination, config: str | None, reading: Reading) -> LoadedConfig:

@@ -35,13 +35,12 @@ def resume_call(run: str) -> str:
     return f"tandem.train(tandem.load_config({f'{run}/config.yaml'!r}, {[override('run.dir', run)]}))"
 
 
-def finish_or_use_checkpoint(run: str) -> str:
-    """Return what to do with a run that has no model yet, in a sentence."""
+def finish_or_use_checkpoint(run: str, process: str | None) -> str:
+    """Return what to do with a run that has no model yet, in a sentence or two. `process`: the id of its process, or None."""
     newest = Path(run) / "checkpoints" / "latest"
-    other = (
-        f"use its newest checkpoint, {newest}" if newest.is_dir() else f"export a checkpoint with {export_call(run)}"
-    )
-    return f"Finish it with {resume_call(run)}, or {other}."
+    finish = f"Finish it with {resume_call(run)}" if process is None else "Wait until it is finished"
+    training = "" if process is None else f"It is being trained by process {process}. "
+    return f"{training}{finish}{f', or use its newest checkpoint, {newest}' if newest.is_dir() else ''}."
 
 
 def export_call(run: str, form: Literal["adapter"] | None = None) -> str:

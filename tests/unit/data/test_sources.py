@@ -151,6 +151,14 @@ def test_two_stars_match_folders_at_any_depth(tmp_path):
     assert found(tmp_path / "**" / "*.jsonl") == [f"{tmp_path}/{name}" for name in names]
 
 
+def test_missing_rows_of_a_call_from_python_are_reported_as_such(tmp_path):
+    file = tmp_path / "rows" / f"{'0a' * 16}.jsonl"
+    assert refused(file) == (
+        f"{file}: this file of the cache, with the rows that a call from Python gave, no longer exists. Make the same call with "
+        "the same rows again: it writes the file, and resumes the run if it is unfinished."
+    )
+
+
 def test_a_missing_file_is_reported_with_its_path(tmp_path):
     assert refused(tmp_path / "no.jsonl") == (
         f"{tmp_path}/no.jsonl: no such file or folder, and not the name of a hub dataset (org/name)."

@@ -1,6 +1,7 @@
 """What `tandem eval` is asked for: exact messages of wrong arguments, before torch is imported."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from tandem.config.load import load_config
 from tandem.errors import CheckpointError, ConfigError, DataError
 from tandem.evaluation.request import check_request
 from tandem.terminal.commands import tandem_command
+from tandem.training.run.directory import locked
 
 pytestmark = pytest.mark.usefixtures("of_a_command")
 
@@ -45,6 +47,21 @@ def test_a_run_means_its_model_with_its_own_reference_and_loss(run, data):
     assert subject.reference.policy.model_name == "embedded"
     assert subject.dpo.reference_policy_kl_penalty == 0.3
     assert check_request(str(run), [data], beta=0.5).subject.dpo.reference_policy_kl_penalty == 0.5
+
+
+def test_a_run_whose_loss_changed_is_evaluated_with_another(run, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = "def mine(pairs, *, beta):\n    return -beta * pairs.ratios.margin\n"
+    (tmp_path / "mine.py").write_text(code)
+    (run / "config.yaml").write_text(load_config(None, ["dpo.preference_loss=mine.py:mine"]).as_yaml())
+    (tmp_path / "mine.py").write_text(f"# a comment\n{code}")
+    assert check_request(str(run), [data], allow_code=True).subject.dpo.preference_loss == "mine.py:mine"
+    (tmp_path / "mine.py").write_text(code.replace("-beta", "-2 * beta"))
+    message = refused(str(run), [data], allow_code=True)
+    assert message.endswith(
+        "Undo the change, or start a new run. To evaluate the run with another loss, add dpo.preference_loss=dpo."
+    )
+    assert check_request(str(run), [data], overrides=["dpo.preference_loss=dpo"]).subject.dpo.preference_loss == "dpo"
 
 
 def test_a_run_without_data_is_measured_on_its_validation_sets(run):
@@ -95,8 +112,21 @@ def test_a_run_without_a_model_is_refused(run, data):
     (run / "model").rmdir()
     assert refused(str(run), [data], error=CheckpointError) == (
         f"MODEL {run}: a run that has no model yet ({run}/model is missing). Finish it with "
-        f"{tandem_command('train', '--resume', str(run))}, or export a checkpoint with {tandem_command('export', str(run))}."
+        f"{tandem_command('train', '--resume', str(run))}."
     )
+    with locked(run):
+        assert refused(str(run), [data], error=CheckpointError) == (
+            f"MODEL {run}: a run that has no model yet ({run}/model is missing). It is being trained by process "
+            f"{os.getpid()}. Wait until it is finished."
+        )
+
+
+def test_a_folder_of_runs_names_one_of_them(run, tmp_path, data):
+    expected = f"{tmp_path}: it holds runs: name one of its runs, such as {run}."
+    assert refused(str(tmp_path), [data]) == f"MODEL {expected}"
+    assert refused("embedded", [data], against=str(tmp_path)) == f"--against {expected}"
+    (tmp_path / "sweep.json").touch()
+    assert refused(str(tmp_path), [data]).startswith(f"MODEL {tmp_path}: it is a sweep: name one of its runs, such as ")
 
 
 def test_folders_and_files_that_are_no_models_are_refused(tmp_path, data):

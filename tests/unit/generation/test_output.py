@@ -109,6 +109,12 @@ def test_a_file_in_a_missing_folder_and_one_in_use_are_refused(tmp_path):
     with pytest.raises(ConfigError) as error:
         OutputFile(tmp_path / "no" / "out.jsonl")
     assert str(error.value) == f"--out {tmp_path}/no/out.jsonl: No such file or directory. Choose another file."
+    with pytest.raises(ConfigError) as error:
+        OutputFile(tmp_path)
+    assert (
+        str(error.value)
+        == f"--out {tmp_path}: a folder. Give the name of a file, such as {tmp_path}/completions.jsonl."
+    )
     with OutputFile(tmp_path / "out.jsonl"), pytest.raises(ConfigError, match=r"another process is writing to it\."):
         OutputFile(tmp_path / "out.jsonl")
 

@@ -1,6 +1,7 @@
 """MODEL|RUN: a model, a hub name, or a run, which stands for its model and its template settings."""
 
 import json
+import os
 
 import pytest
 
@@ -8,6 +9,7 @@ from tandem.config.sections.policy import Tokenizer
 from tandem.errors import ConfigError
 from tandem.generation.target import find_target
 from tandem.terminal.commands import tandem_command
+from tandem.training.run.directory import locked
 
 pytestmark = pytest.mark.usefixtures("of_a_command")
 
@@ -58,8 +60,20 @@ def test_a_run_without_a_model_is_refused_with_the_commands_that_make_one(run):
     (run / "model" / "model.safetensors").unlink()
     assert message(run) == (
         f"MODEL {run}: a run without a model: {run}/model is written when the run is finished. Finish it with "
-        f"{tandem_command('train', '--resume', str(run))}, or export a checkpoint with {tandem_command('export', str(run))}."
+        f"{tandem_command('train', '--resume', str(run))}."
     )
+
+
+def test_a_run_that_is_being_trained_names_its_process(run):
+    (run / "model" / "model.safetensors").unlink()
+    without = f"MODEL {run}: a run without a model: {run}/model is written when the run is finished."
+    with locked(run):
+        training = f"It is being trained by process {os.getpid()}. Wait until it is finished"
+        assert message(run) == f"{without} {training}."
+        (run / "checkpoints/step_2").mkdir(parents=True)
+        (run / "checkpoints/latest").symlink_to("step_2")
+        assert message(run) == f"{without} {training}, or use its newest checkpoint, {run}/checkpoints/latest."
+    assert message(run).endswith(f"{run!s}, or use its newest checkpoint, {run}/checkpoints/latest.")
 
 
 def test_a_folder_that_is_neither_a_model_nor_a_run_is_refused(tmp_path):
@@ -67,6 +81,10 @@ def test_a_folder_that_is_neither_a_model_nor_a_run_is_refused(tmp_path):
         f"MODEL {tmp_path}: neither a model (it has no config.json) nor a run (it has no config.yaml). Give a model folder, "
         "a hub name, or a run directory."
     )
+
+
+def test_a_folder_of_runs_names_one_of_them(run, tmp_path):
+    assert message(tmp_path) == f"MODEL {tmp_path}: it holds runs: name one of its runs, such as {run}."
 
 
 def test_a_missing_folder_and_a_file_are_refused(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Models that are refused before their weights load, and the settings that loading changes."""
 
 import json
+import os
 import shutil
 
 import huggingface_hub
@@ -24,6 +25,7 @@ from tandem.model.files.tiny import tiny_model
 from tandem.model.load import attention_kind, load_policy, smallest_head
 from tandem.packing.layout import lay_out
 from tandem.terminal.commands import export_call, resume_call
+from tandem.training.run.directory import locked
 from tandem.training.start.setup import set_up
 
 CPU = torch.device("cpu")
@@ -88,6 +90,10 @@ def test_the_refusal_of_a_run_given_as_a_model_names_the_runs_model(run):
         f"policy.model_name = {run}: {run} is a run directory; its model will be in {run}/model once the run is finished. Finish "
         f"it: {resume_call(str(run))}"
     )
+    with locked(run):
+        assert refusal(model_name=str(run)).endswith(
+            f" once the run is finished. It is being trained by process {os.getpid()}: wait until it is finished."
+        )
     (run / "checkpoints/step_2").mkdir(parents=True)
     (run / "checkpoints/latest").symlink_to("step_2")
     assert refusal(model_name=str(run)) == (

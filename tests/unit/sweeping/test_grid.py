@@ -89,6 +89,11 @@ def test_a_name_has_the_shortest_end_of_a_key_that_tells_it_apart():
     assert grid.names()[0] == "kwargs.lr-1e-06_x.lr-1_seed-1"
 
 
+def test_the_sign_of_an_exponent_is_not_lost():
+    names = parse_grid(["policy.optimizer.kwargs.lr=1e30,1e-30,-1e30"]).names()
+    assert names == ["lr-1e30", "lr-1e-30", "lr--1e30"]
+
+
 def test_of_a_long_value_the_name_has_the_end():
     names = parse_grid([f"data.train=/{'folder/' * 20}a.jsonl,b.jsonl"]).names()
     assert names == ["train-lder-folder-folder-folder-folder-a.jsonl", "train-b.jsonl"]

@@ -386,9 +386,20 @@ def test_settings_of_a_file_that_hold_for_one_run_are_refused(tmp_path):
     text = "checkpointing:\n  checkpoint_must_save_by: 01:00:00\ndata:\n  train: embedded\n"
     (tmp_path / "run.yaml").write_text(text)
     assert refusal(ConfigError, "run.seed=1,2", config="run.yaml") == (
-        "run 1 of 2, run.seed=1: checkpointing.checkpoint_must_save_by = 01:00:00: this limit is of a single run; a signal, "
+        "checkpointing.checkpoint_must_save_by = 01:00:00: this limit is of a single run; a signal, "
         "such as SIGTERM, stops a sweep. Set checkpointing.checkpoint_must_save_by=null."
     )
+
+
+def test_an_error_of_the_command_does_not_name_a_run(tmp_path):
+    missing = refusal(ConfigError, "run.seed=1,2", config=str(tmp_path / "no.yaml"))
+    assert missing == f"{tmp_path}/no.yaml: no such configuration file."
+    assert refusal(ConfigError, "run.seed=1,2", "dpo.max_num_steps=x").startswith("command line: dpo.max_num_steps = ")
+    assert refusal(DataError, "run.seed=1,2", "data.train=no.jsonl").startswith("no.jsonl: no such file")
+    assert refusal(DataError, "data.train=no.jsonl,embedded").startswith(
+        "run 1 of 2, data.train=no.jsonl: no.jsonl: no "
+    )
+    assert refusal(ConfigError, "run.seed=1,x").startswith("run 2 of 2, run.seed=x: ")
 
 
 def test_a_directory_with_another_sweep_is_refused(monkeypatch, capsys):
@@ -443,7 +454,7 @@ def test_a_sweep_trains_on_this_machine(override, shown):
     with pytest.raises(ConfigError) as refused:
         sweep(["run.seed=1,2", override])
     assert str(refused.value) == (
-        f"run 1 of 2, run.seed=1: cluster.num_nodes = {shown}: a sweep trains its runs on this machine. Set cluster.num_nodes=1 "
+        f"cluster.num_nodes = {shown}: a sweep trains its runs on this machine. Set cluster.num_nodes=1 "
         "cluster.launcher=auto."
     )
 

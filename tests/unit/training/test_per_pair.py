@@ -1,5 +1,6 @@
 """`tandem train --per-pair FILE`: every pair of every set, smallest margin first."""
 
+import errno
 import json
 from dataclasses import asdict
 from itertools import pairwise
@@ -11,6 +12,7 @@ from tandem.config.schema import Config
 from tandem.errors import CheckpointError, ConfigError
 from tandem.report.per_pair import check_per_pair
 from tandem.report.verdicts import judge
+from tandem.storage import cache
 
 pytestmark = pytest.mark.usefixtures("of_a_command")
 
@@ -97,7 +99,12 @@ def test_a_file_that_cannot_be_written_is_refused_before_training(tmp_path):
     missing = tmp_path / "no" / "pairs.jsonl"
     with pytest.raises(ConfigError) as error:
         short_run(tmp_path / "run", per_pair=missing)
-    assert str(error.value) == (f"--per-pair {missing}: {tmp_path}/no is not a writable directory. Create it first.")
+    assert str(error.value) == (f"--per-pair {missing}: there is no folder {tmp_path}/no. Create it first.")
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ConfigError) as error:
+        check_per_pair(file / "pairs.jsonl")
+    assert str(error.value) == (f"--per-pair {file}/pairs.jsonl: {file} is a file, not a folder. Choose another file.")
     with pytest.raises(ConfigError) as error:
         short_run(tmp_path / "run", per_pair=tmp_path)
     assert str(error.value) == f"--per-pair {tmp_path}: a directory. Give the name of a file."
@@ -110,6 +117,19 @@ def test_a_file_that_cannot_be_written_is_refused_before_training(tmp_path):
     )
     assert "prompt" in data.read_text()
     assert not (tmp_path / "run").exists()
+
+
+def test_the_reason_why_a_folder_cannot_be_written_is_named(tmp_path, monkeypatch):
+    def read_only(**_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(cache.tempfile, "TemporaryFile", read_only)
+    with pytest.raises(ConfigError) as error:
+        check_per_pair(tmp_path / "pairs.jsonl")
+    assert str(error.value) == (
+        f"--per-pair {tmp_path}/pairs.jsonl: the folder {tmp_path} cannot be written (Read-only file system). Choose a file "
+        "elsewhere."
+    )
 
 
 def test_a_file_of_an_earlier_measurement_is_replaced(tmp_path):

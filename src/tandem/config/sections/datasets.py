@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 from tandem.columns import COLUMNS, OPTIONAL_COLUMNS
 from tandem.config.sections.row_paths import parse_path
 from tandem.config.sections.section import EMBEDDED, MAX_SCORE, PathText, Section, Share, UserFunctionName
-from tandem.user_code import is_user_function
+from tandem.user_code import function_missing, is_user_function
 
 MAX_EXPANSION = 100.0
 # Which of two completions a label prefers: the first, the second or neither.
@@ -134,7 +134,8 @@ class DatasetFields(Section):
     def _known_format(cls, value: Any) -> Any:
         *most, last = (f"'{name}'" for name in get_args(DatasetName))
         if isinstance(value, str) and value not in get_args(DatasetName) and not is_user_function(value):
-            raise PydanticCustomError("literal_error", f"Input should be {', '.join(most)} or {last}")  # pyright: ignore
+            known = f"Input should be {', '.join(most)} or {last}"
+            raise PydanticCustomError("literal_error", function_missing(value) or known)  # pyright: ignore
         return value
 
     @model_validator(mode="after")

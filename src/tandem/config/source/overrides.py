@@ -19,6 +19,9 @@ from tandem.user_code import name_function
 # Replaces a ~ at the start of a value, which Hydra does not accept. Quoted text is left alone.
 TILDE = "__tilde__"
 HOME_TILDE = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?:(?<=[\[{,:\s])|\A)~""")
+# Replaces the colon of FILE.py:FUNCTION where it is a key of a map, {my_losses.py:focal: 1}, which Hydra would end at the colon.
+COLON = "__colon__"
+FUNCTION_IN_MAP = re.compile(r"""(?<=[{,\s])(["']?)([^"'{}\[\],\s]+\.py):([^\W\d]\w*)\1(?=\s*:)""")
 MAPPED_KEYS = ("dpo.preference_loss",)  # keys whose value may be a map, with keys that contain dots
 
 
@@ -35,7 +38,7 @@ class Change:
 def parse_override(text: str) -> Override:
     """Parse key=value, +key=value or ~key. The value may be a sweep, such as a,b or range(1,4)."""
     try:
-        override = _parsed(_without_tildes(text))
+        override = _parsed(_without_tildes(_without_colons(text)))
     except RecursionError:
         raise ConfigError(f"override {text[:40]!r}…: nested too deeply. Use fewer levels.") from None
     except HydraException as error:
@@ -108,7 +111,15 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, list):
         return [plain_value(v) for v in value]
     value = value.text if hasattr(value, "text") else value
-    return value.replace(TILDE, "~") if isinstance(value, str) else value
+    return value.replace(TILDE, "~").replace(COLON, ":") if isinstance(value, str) else value
+
+
+def _without_colons(text: str) -> str:
+    """In a map of losses to weights, replace the colon in the name of a user's function with a placeholder."""
+    key, equals, value = text.partition("=")
+    if key.lstrip("+") not in ("dpo", *MAPPED_KEYS):
+        return text
+    return f"{key}{equals}{FUNCTION_IN_MAP.sub(lambda found: f'{found[2]}{COLON}{found[3]}', value)}"
 
 
 def _without_tildes(text: str) -> str:

@@ -15,6 +15,7 @@ from tandem.terminal.printable import listed
 
 ANY_DEPTH = "**/*"
 MAX_FILES = 100_000
+ROWS_FILE = re.compile(r"[0-9a-f]{32}\.jsonl")  # in the folder rows of the cache (api/rows.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,11 @@ def find_files(data_path: str, given: DatasetFields) -> list[SourceFile]:
         return [SourceFile(file, f"{data_path}/{name}") for name, file in found.files.items()]
     if "://" in data_path:
         raise DataError(f"{data_path}: tandem does not download from URLs. {_url_hint(data_path)}")
+    if path.parent.name == "rows" and ROWS_FILE.fullmatch(path.name):
+        raise DataError(
+            f"{data_path}: this file of the cache, with the rows that a call from Python gave, no longer exists. Make the same "
+            "call with the same rows again: it writes the file, and resumes the run if it is unfinished."
+        )
     raise DataError(f"{data_path}: no such file or folder, and not the name of a hub dataset (org/name).")
 
 

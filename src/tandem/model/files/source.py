@@ -28,6 +28,7 @@ from tandem.storage.cache import (
     refuse_outside,
     sha256_of,
 )
+from tandem.storage.ownership import lock_holder
 from tandem.terminal.arguments import setting
 from tandem.terminal.commands import export_call, resume_call
 
@@ -164,9 +165,15 @@ def refuse_run(key: str, name: str) -> None:
     if not model.is_dir():
         newest = Path(name) / "checkpoints" / "latest"
         hint = f" Or give one of its checkpoints: {key}={newest}" if key in MODEL_KEYS and newest.is_dir() else ""
+        process = lock_holder(Path(name))
+        finish = (
+            f"Finish it: {resume_call(name)}"
+            if process is None
+            else f"It is being trained by process {process}: wait until it is finished."
+        )
         raise ConfigError(
             f"{setting(key, name)}: {name} is a run directory; its model will be in {model} once the run is finished. "
-            f"Finish it: {resume_call(name)}{hint}"
+            f"{finish}{hint}"
         )
     if key in MODEL_KEYS and not _is_adapter(model):
         return

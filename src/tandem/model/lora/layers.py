@@ -190,11 +190,32 @@ def start_fingerprint(source: ModelSource, plan: LoraPlan | None) -> str:
     New adapters are not part of the hash, because they do not change the output.
     """
     weights = weights_fingerprint(source)
-    if plan is not None and (source.dtype, plan.dtype) == (torch.float16, torch.bfloat16):
-        weights = fingerprint(weights, "frozen in bfloat16")  # rounded to nearest, unlike trained weights
-    if plan is None or (plan.start is None and plan.quantization is None):
+    if plan is None:
         return weights
-    return fingerprint(weights, None if plan.start is None else plan.start.content(), plan.quantization)
+    if (source.dtype, plan.dtype) == (torch.float16, torch.bfloat16):
+        weights = _frozen_in_bfloat16(weights)
+    return _with_adapter(weights, plan.start, plan.quantization)
+
+
+def start_fingerprints(source: ModelSource, lora: Lora) -> set[str]:
+    """Return every `start_fingerprint` that a run with these settings can have: some depend on the device that trains."""
+    weights = weights_fingerprint(source)
+    if not lora.enabled:
+        return {weights}
+    start = None if lora.adapter is None else read_adapter(lora.adapter)
+    frozen = {weights, _frozen_in_bfloat16(weights)} if source.dtype == torch.float16 else {weights}
+    return {_with_adapter(one, start, lora.quantization) for one in frozen}
+
+
+def _frozen_in_bfloat16(weights: str) -> str:
+    """The fingerprint of float16 weights that a GPU freezes: they are rounded to nearest, unlike trained weights."""
+    return fingerprint(weights, "frozen in bfloat16")
+
+
+def _with_adapter(weights: str, start: TrainedAdapter | None, quantization: str | None) -> str:
+    if start is None and quantization is None:
+        return weights
+    return fingerprint(weights, None if start is None else start.content(), quantization)
 
 
 def rounds_frozen_weights(source: ModelSource, plan: LoraPlan | None) -> bool:

@@ -181,12 +181,20 @@ def refuse_links(run: Path) -> None:
 
 def why_not_a_run(folder: Path) -> str:
     """Return the reason why a folder without config.yaml is not a run."""
-    runs = sorted(path.parent.name for path in folder.glob("*/config.yaml"))
-    if runs or (folder / SWEEP_FILE).is_file():
-        what = "it is a sweep" if (folder / SWEEP_FILE).is_file() else "it holds runs"
-        return f"{what}: name one of its runs{', such as ' + str(folder / runs[0]) if runs else ''}"
+    if holds := what_runs_it_holds(folder):
+        return holds
     kept = sorted(folder.glob("checkpoints/step_*/config.yaml"))
     return f"its config.yaml is missing; {kept[-1]} is a copy" if kept else "it has no config.yaml, so it is not a run"
+
+
+def what_runs_it_holds(folder: Path) -> str | None:
+    """Return text that says that a folder is a sweep or holds runs, with one of them; None if neither is true."""
+    runs = sorted(path.parent.name for path in folder.glob("*/config.yaml"))
+    is_sweep = (folder / SWEEP_FILE).is_file()
+    if not runs and not is_sweep:
+        return None
+    what = "it is a sweep" if is_sweep else "it holds runs"
+    return f"{what}: name one of its runs{', such as ' + str(folder / runs[0]) if runs else ''}"
 
 
 def is_finished(run: Path) -> bool:

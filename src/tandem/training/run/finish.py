@@ -1,7 +1,7 @@
 """Finishes a run: validates, saves, judges and exports the policy, and prints where everything is."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import reduce
 from pathlib import Path
@@ -37,7 +37,9 @@ MODEL_KEYS = ("policy.revision", "policy.tokenizer.name", "policy.lora.adapter",
 BATCH_SIZE_KEY = "policy.train_global_batch_size"
 # Settings of a quick try on the bundled pairs, which do not suit a longer run.
 TRY_KEYS = ("dpo.max_num_steps", "dpo.val_period", "checkpointing.enabled", "checkpointing.save_period", "run.seed")
-RATE_KEY = "policy.optimizer.kwargs.lr"
+RATE_KEY, SCHEDULER_KEY = "policy.optimizer.kwargs.lr", "policy.scheduler"
+# Words of verdicts that advise to change a setting.
+ADVICE = {RATE_KEY: (RATE_KEY, "lower the learning rate", "learning rate was 0"), SCHEDULER_KEY: (SCHEDULER_KEY,)}
 LORA_RATE = 1e-4  # docs/choosing.md
 
 
@@ -75,7 +77,7 @@ def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, pe
     _suggest_better_checkpoint(t, loaded)
     # If training made the model worse, no next command is suggested: the verdict says what to change.
     if not any(verdict.name in ("diverged", "only_hurt") for verdict in verdicts):
-        _suggest_next(t, model, loaded)
+        _suggest_next(t, model, loaded, blamed_keys(verdicts))
 
 
 def _verdicts_on_export(of_run: list[Verdict], t: Training, step: int, overlaps: Mapping[str, float]) -> list[Verdict]:
@@ -173,8 +175,11 @@ def _suggest_better_checkpoint(t: Training, loaded: LoadedConfig) -> None:
     t.reporter.command(tandem_command("export", str(t.run), "--checkpoint", f"step_{best}", *loaded.options))
 
 
-def _suggest_next(t: Training, model: Path, loaded: LoadedConfig) -> None:
-    """Print what to do next. For the embedded model: the same run with a real model. Otherwise: a command that uses the model."""
+def _suggest_next(t: Training, model: Path, loaded: LoadedConfig, blamed: Collection[str]) -> None:
+    """Print what to do next. For the embedded model: the same run with a real model. Otherwise: a command that uses the model.
+
+    `blamed`: keys that a verdict advises to change.
+    """
     if t.setup.config.policy.model_name != EMBEDDED:
         t.reporter.say("\nNext: use it.")
         t.reporter.command(using(model, t.setup.template))
@@ -182,8 +187,10 @@ def _suggest_next(t: Training, model: Path, loaded: LoadedConfig) -> None:
         t.reporter.say("\nNext: a real model (policy.model_name), for which the pairs must be prepared again.")
     else:
         others = ", then your own pairs (JSONL with prompt, chosen, rejected) as data.train"
-        t.reporter.say(f"\nNext: a real model{'' if _has_own_pairs(loaded) else others}.")
-        t.reporter.command(with_real_model(loaded, t.run, t.setup.plan.batches.num_pairs_of(0)))
+        changed = " and ".join(key for key in sorted(blamed) if loaded.is_set_by_user(key))
+        default = f", without your {changed}, which the verdict advises to change" if changed else ""
+        t.reporter.say(f"\nNext: a real model{default}{'' if _has_own_pairs(loaded) else others}.")
+        t.reporter.command(with_real_model(loaded, t.run, t.setup.plan.batches.num_pairs_of(0), blamed))
 
 
 def using(model: Path, template: Template) -> str:
@@ -195,19 +202,20 @@ def using(model: Path, template: Template) -> str:
     )
 
 
-def with_real_model(loaded: LoadedConfig, run: Path, num_pairs: int) -> str:
+def with_real_model(loaded: LoadedConfig, run: Path, num_pairs: int, blamed: Collection[str] = ()) -> str:
     """Return the command that repeats a run with a real model instead of the tiny embedded one, in another run directory.
 
     A learning rate and a batch size that the user set are kept. Those of the embedded default configuration suit a tiny random
     model: without them, the learning rate is its default, or for adapters the one suggested for them, and the batch size the one
-    suggested for `num_pairs` pairs. TRY_KEYS are kept if the pairs are the user's own.
+    suggested for `num_pairs` pairs. TRY_KEYS are kept if the pairs are the user's own. `blamed`: keys that are left
+    out.
     """
     config, own = loaded.config, _has_own_pairs(loaded)
     is_resumed = loaded.file is not None and Path(loaded.file).resolve() == (run / "config.yaml").resolve()
     # A run's config.yaml contains the embedded default configuration, which is for the embedded model only.
     file = None if is_resumed and not own else loaded.file
-    left_out = {*RUN_DIRECTORY_KEYS, *MODEL_KEYS, MODEL_KEY, *([] if own else TRY_KEYS)}
-    given = [one for one in loaded.overrides if not loaded.keys_set_by(one) <= left_out]
+    left_out = {*RUN_DIRECTORY_KEYS, *MODEL_KEYS, MODEL_KEY, *([] if own else TRY_KEYS), *blamed}
+    given = [one for one in loaded.overrides if not all(_is_in(key, left_out) for key in loaded.keys_set_by(one))]
     if file is not None:
         given += [override(key, None) for key in (*RUN_DIRECTORY_KEYS, *MODEL_KEYS) if _value(config, key) is not None]
     # in the words of the command, which may be another trainer's
@@ -219,9 +227,30 @@ def with_real_model(loaded: LoadedConfig, run: Path, num_pairs: int) -> str:
     # With packs of a whole set, a batch must be large enough for a pack.
     if config.policy.packing.mode != "dataset" and not (is_kept and loaded.is_set_by_user(BATCH_SIZE_KEY)):
         given = with_override(given, BATCH_SIZE_KEY, suggested_batch_size(num_pairs))
-    if config.policy.lora.enabled and not (is_kept and loaded.is_set_by_user(RATE_KEY)):
+    is_own_rate = is_kept and loaded.is_set_by_user(RATE_KEY) and RATE_KEY not in blamed
+    if config.policy.lora.enabled and not is_own_rate:
         given = with_override(given, RATE_KEY, LORA_RATE)
+    elif RATE_KEY in blamed and _is_still_set(RATE_KEY, file, given):
+        given = with_override(given, RATE_KEY, Config().policy.optimizer.kwargs.lr)
+    if SCHEDULER_KEY in blamed and _is_still_set(SCHEDULER_KEY, file, given):
+        given = with_override(given, SCHEDULER_KEY, None)
     return tandem_command("train", *replace(loaded, file=file).file_arguments, *given)
+
+
+def blamed_keys(verdicts: Sequence[Verdict]) -> set[str]:
+    """Return the keys of the learning rate and its schedule that verdicts advise to change."""
+    text = " ".join(verdict.text for verdict in verdicts)
+    return {key for key, words in ADVICE.items() if any(one in text for one in words)}
+
+
+def _is_in(key: str, keys: Collection[str]) -> bool:
+    """Whether a key, or a section that contains it, is one of `keys`."""
+    return any(f"{key}.".startswith(f"{one}.") for one in keys)
+
+
+def _is_still_set(key: str, file: str | None, given: Sequence[str]) -> bool:
+    """Whether a configuration file, or an override of a section that contains the key, may set it."""
+    return file is not None or any(key.startswith(f"{key_of(one)}.") for one in given)
 
 
 def _value(config: Config, key: str) -> Any:

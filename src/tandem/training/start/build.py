@@ -34,6 +34,7 @@ from tandem.training.checkpoint.checkpoints import (
 )
 from tandem.training.checkpoint.host_copy import HostCopier
 from tandem.training.checkpoint.ranking import Ranking
+from tandem.training.checkpoint.start_model import refuse_to_resume
 from tandem.training.forecast import Forecast
 from tandem.training.metrics import TIE_BAND
 from tandem.training.optimizer import make_optimizer, make_scheduler
@@ -249,6 +250,8 @@ def _load(setup: Setup, run: Path, ranks: Ranks, reporter: Reporter, check: Call
     policy = load_sharded(setup, setup.source, ranks, setup.lora)
     _balance_routers(setup, policy, ranks)
     weights = ranks.one_then_all(lambda: start_fingerprint(setup.source, setup.lora))
+    folder, lora = setup.checkpoint_dir(run), setup.config.policy.lora
+    ranks.run_or_stop_all(lambda: refuse_to_resume(run, folder, setup.source, lora, weights), on=ranks.is_first)
     found = audit_model(setup, policy, setup.source, ranks, reporter=reporter)
     references = make_references(setup, policy, run, ranks, weights=weights, reporter=reporter, check=check)
     audit_start(setup, policy, found, references, ranks=ranks, reporter=reporter)
