@@ -112,6 +112,7 @@ def generate(
         num_samples=num_samples, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed
     )
     settings = engine if isinstance(engine, EngineSettings) else EngineSettings(name=engine)
+    reporter = Reporter(verbosity)
     with own_process("tandem.generate"):
         return run_generate(
             _name(model),
@@ -120,7 +121,8 @@ def generate(
             sampling=sampling,
             engine=settings,
             out=out,
-            progress=Reporter(verbosity).progress,
+            progress=reporter.progress,
+            warn=reporter.warn,
         )
 
 
