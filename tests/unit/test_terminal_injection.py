@@ -53,7 +53,7 @@ def test_an_argument_that_is_not_utf_8(monkeypatch, capsys):
         assert command(monkeypatch, capsys, "export", "run", argument) == (
             2,
             "",
-            f"tandem: error: {argument[:-1]}\\udcff: not UTF-8 at byte {at + 1}, and tokenizers and many file formats take only "
+            f"tandem: error: {argument[:-1]}\\udcff: not UTF-8 at byte {at}, and tokenizers and many file formats take only "
             "UTF-8. Write this argument in UTF-8; if it names a file or folder, rename that.\n",
         )
 

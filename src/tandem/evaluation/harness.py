@@ -79,9 +79,10 @@ def _run(name: str, request: dict[str, Any]) -> dict[str, Any]:
             check=False,
         )
         if ended.returncode == UNKNOWN_TASK_EXIT_CODE:
+            unknown = ended.stderr.splitlines()[-1]
             raise ConfigError(
-                f"{option('lm_eval', request['tasks'])}: the LM Evaluation Harness does not know {ended.stderr.splitlines()[-1]}. "
-                f"`lm-eval ls tasks` lists its tasks; {option('include_path', metavar='DIR')} adds those in a folder."
+                f"{option('lm_eval', request['tasks'])}: the LM Evaluation Harness does not know {unknown}. `lm-eval ls tasks` "
+                f"lists its tasks; {option('include_path', metavar='DIR')} adds those in a folder."
             )
         if ended.returncode != 0 or not answer.is_file():
             said = ended.stderr.strip().splitlines()[-1:] or [f"exit code {ended.returncode}, without a message"]

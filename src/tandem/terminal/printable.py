@@ -32,14 +32,14 @@ def escaped(text: str) -> str:
 
 
 def byte_that_is_not_utf8(text: str) -> int | None:
-    """Return the number, from 1, of the first byte that could not be decoded when `text` was read; None if there is none.
+    """Return the position, from 0, of the first byte that could not be decoded when `text` was read; None if there is none.
 
     Python replaces such bytes by lone surrogates in arguments, and in input that is read with errors="surrogateescape".
     """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        return len(text[: error.start].encode("utf-8")) + 1
+        return len(text[: error.start].encode("utf-8"))
     return None
 
 

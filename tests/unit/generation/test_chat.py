@@ -127,7 +127,7 @@ def test_a_line_that_is_not_utf_8_is_left_out_and_the_next_one_is_answered():
     for line in lines:
         assert one.handle(line)
     assert out.getvalue() == (
-        "<stderr>error: this line is not UTF-8 at byte 12, so it was left out: /system caf\udce9. Write it in UTF-8.\n"
+        "<stderr>error: this line is not UTF-8 at byte 11, so it was left out: /system caf\udce9. Write it in UTF-8.\n"
         "1:na\u00efve\n"
     )
     assert one.exit_code == 3

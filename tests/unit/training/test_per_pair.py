@@ -1,9 +1,9 @@
 """`tandem train --per-pair FILE`: every pair of every set, smallest margin first."""
 
 import json
-from pathlib import Path
 from dataclasses import asdict
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from running import metrics_of, short_run
