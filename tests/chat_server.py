@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +20,7 @@ class StubServer(ThreadingHTTPServer):
         self.failures: list[int] = []
         self.key: str | None = None
         self.body: bytes | None = None  # sent instead of an answer
+        self.seconds = 0.0  # before an answer
         self.said = "busy"  # the message of a failure
         self.location: str | None = None  # where a failure redirects to
         self.most_at_once = 0
@@ -39,6 +41,7 @@ class _Handler(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.requests.append(asked)
         self.server.paths.append(self.path)
+        time.sleep(self.server.seconds)
         if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
             self._send(401, {"error": {"message": f"bad key {self.headers['Authorization']}"}})
         elif self.server.failures:

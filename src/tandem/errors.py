@@ -61,15 +61,19 @@ def one_line(error: BaseException) -> str:
 def full_disk(error: BaseException | None) -> OSError | None:
     """Return the "disk full" error of the operating system that caused `error`, or None if `error` has another cause.
 
+    Of several, the one that names a path is returned: after a file could not be written, closing it fails again without one.
     torch raises a different error while it handles the system's error. safetensors raises an error that quotes the system's text.
     """
+    found: OSError | None = None
     while error is not None:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            return error
-        if f"os error {errno.ENOSPC}" in str(error):
-            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if error.filename is not None:
+                return error
+            found = found or error
+        elif f"os error {errno.ENOSPC}" in str(error):
+            found = found or OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         error = error.__cause__ or error.__context__
-    return None
+    return found
 
 
 def is_lost_rank(error: BaseException) -> bool:

@@ -28,9 +28,10 @@ from tandem.data.text.template import make_template
 from tandem.data.text.tokenizer import load_tokenizer
 from tandem.data.text.tokens import TokenizedPreference
 from tandem.embedded.files import TRAIN
-from tandem.errors import ConfigError, DataError
+from tandem.errors import ConfigError, DataError, full_disk
 from tandem.model.files.source import find_tokenizer_without_torch
 from tandem.paths import check_data, check_models
+from tandem.storage.cache import real_path, replacing
 from tandem.terminal.console import SafeConsole
 from tandem.terminal.text import wrap
 
@@ -197,8 +198,12 @@ def as_json(inspection: Inspection) -> str:
 
 def _refuse_other_file(file: Path) -> None:
     """Raise ConfigError if a file exists that is not a page of `write_page`, so that data and reports are never replaced."""
-    if not file.is_file():
+    if not file.exists():
         return
+    if file.is_dir():
+        raise ConfigError(f"--html {file}: a directory. Give the name of a file.")
+    if not file.is_file():  # such as /dev/null, which must not be replaced
+        raise ConfigError(f"--html {file}: not a plain file. Give the name of a file.")
     with file.open("rb") as existing:
         start = existing.read(len(PAGE_START) + 1)
     if start and not start.startswith(PAGE_START):
@@ -213,8 +218,11 @@ def write_page(inspection: Inspection, file: Path, *, positions: bool) -> None:
     console = SafeConsole(record=True, file=io.StringIO(), width=120, force_terminal=True, soft_wrap=False)
     show(inspection, console, positions=positions)
     try:
-        file.write_text(console.export_html(theme=MONOKAI, code_format=PAGE), encoding="utf-8")
+        with replacing(real_path(file) if file.is_symlink() else file) as page:
+            page.write(console.export_html(theme=MONOKAI, code_format=PAGE))
     except OSError as error:
+        if full_disk(error):
+            raise
         raise ConfigError(f"--html {file}: {error.strerror}. Choose another file.") from None
 
 

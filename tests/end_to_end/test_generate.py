@@ -17,6 +17,7 @@ from models import MODEL
 from vllm_stub import stub_python
 
 from tandem.cli import main as cli
+from tandem.generation.target import FoundModel
 
 SAMPLED = ("-n", "2", "--temperature", "1", "--seed", "3", "--max-new-tokens", "6")
 
@@ -125,6 +126,41 @@ def test_a_server_answers_prompts_and_a_chat(tandem, prompts):
     )
 
 
+def test_a_prompt_and_a_chat_use_the_answer_of_a_server_that_does_not_stream(tandem):
+    with chat_server() as server:
+        server.body = b'{"choices": [{"message": {"content": "Hello."}}]}'
+        options = ("any", "--engine", "http", "--base-url", server.url, "--quiet")
+        assert tandem("generate", *options, "--prompt", "Hi") == (0, "Hello.\n", "")
+        assert tandem("chat", *options, stdin="Hi\n") == (0, "Hello.\n", "")
+        server.body = b'{"choices": []}'
+        for command, stdin in ((("generate", *options, "--prompt", "Hi"), ""), (("chat", *options), "Hi\n")):
+            code, _, error = tandem(*command, stdin=stdin)
+            assert (code, "not the answer of an OpenAI-compatible server" in error) == (2, True)
+
+
+def test_a_longest_completion_beyond_the_context_is_reported(tandem, prompts, monkeypatch):
+    monkeypatch.setattr(FoundModel, "max_tokens", 33)  # the prompts have 12, 17 and 13 tokens
+    end = f"{MODEL} is made for at most 33 tokens, prompt included, so completions"
+    command = ("generate", MODEL, "--prompts", prompts, "--quiet", "--max-new-tokens")
+    assert tandem(*command, "16")[2] == ""
+    assert (
+        tandem(*command, "17")[2]
+        == f"warning: --max-new-tokens 17: {end} to 1 of 3 prompts end after at most 16 tokens.\n"
+    )
+    assert (
+        tandem(*command, "500")[2]
+        == f"warning: --max-new-tokens 500: {end} to 3 of 3 prompts end after at most 21 tokens.\n"
+    )
+    code, _, error = tandem("generate", MODEL, "--prompt", "Hi", "--quiet")
+    assert (code, error) == (0, f"warning: --max-new-tokens 256: {end} end after at most 21 tokens.\n")
+    assert tandem("chat", MODEL, "--quiet", "--max-new-tokens", "32") == (0, "", "")
+    assert tandem("chat", MODEL, "--quiet", "--max-new-tokens", "33") == (
+        0,
+        "",
+        f"warning: --max-new-tokens 33: {end} end after at most 32 tokens.\n",
+    )
+
+
 @pytest.mark.parametrize("line", ["Hi", "/nosuch"])
 def test_a_chat_from_a_pipe_ends_with_the_code_of_its_error(tandem, line):
     options = ("--engine", "http", "--base-url", "http://127.0.0.1:9/v1", "--quiet")
@@ -175,6 +211,12 @@ def test_a_chat_answers_every_line_of_a_pipe(tandem, tmp_path):
         ),
         (
             ["chat", "embedded", "--engine", "vllm", "--chat-template", "none"],
+            2,
+            "--engine vllm: chat shows answers word by word, which this engine cannot. Use transformers, or a vLLM server with "
+            "--engine http; tandem generate --prompt TEXT takes vllm.",
+        ),
+        (
+            ["generate", "embedded", "--prompt", "Hi", "--engine", "vllm"],
             2,
             "--engine vllm: vLLM needs a Python environment of its own. Give its interpreter: --vllm-python /path/to/bin/python.",
         ),

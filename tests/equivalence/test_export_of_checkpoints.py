@@ -101,7 +101,7 @@ def test_an_earlier_checkpoint_goes_to_a_folder_of_its_step_in_the_run(run, monk
 def test_an_export_without_the_data_is_not_measured_and_says_so(tmp_path, monkeypatch, capsys):
     run = short_run(tmp_path / "run", *settings(tmp_path / "data"), "checkpointing.save_optimizer=false")
     shutil.rmtree(tmp_path / "data")
-    options = ["--max-shard-size", "100KB", "--push-to-hub", "me/model", "--dry-run"]
+    options = ["--max-shard-size", "100kb", "--push-to-hub", "me/model", "--dry-run"]
     code, out, _ = tandem(monkeypatch, capsys, "export", str(run), *options)
     why = f"{tmp_path}/data/few.jsonl: no such file or folder, and not the name of a hub dataset (org/name)."
     assert (code, f"warning: the export was loaded back, but not measured: {why}" in " ".join(out.split())) == (0, True)
@@ -110,7 +110,7 @@ def test_an_export_without_the_data_is_not_measured_and_says_so(tmp_path, monkey
     assert "The exported weights were not measured: the run's data could not be read.\n" in card
     for name in ("README.md", "tandem_export.json"):
         assert str(tmp_path) not in (folder / name).read_text(), name
-    assert "| train | few.jsonl | unknown | " in card
+    assert "| train | few.jsonl | 16 | " in card
     # Several files, as transformers and vLLM read them: an index and numbered shards.
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     shards = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -127,7 +127,7 @@ def test_an_export_without_the_data_is_not_measured_and_says_so(tmp_path, monkey
     assert "tokenizer.json" in out.split("Would be uploaded")[1]
 
 
-def test_adapters_are_exported_alone_and_merged(tmp_path):
+def test_adapters_are_exported_alone_and_merged(tmp_path, monkeypatch, capsys):
     run = short_run(tmp_path / "run", *settings(tmp_path), "policy.lora.enabled=true", "policy.lora.dim=4")
     merged = export(run, out=tmp_path / "merged")
     assert (merged.folder / "model.safetensors").read_bytes() == (run / "model/model.safetensors").read_bytes()
@@ -155,6 +155,26 @@ def test_adapters_are_exported_alone_and_merged(tmp_path):
     assert (
         refused(run, form="adapter", gguf=True) == "--gguf converts a complete model, not adapters alone. Add --merged."
     )
+
+    # An adapter that is uploaded names its base model, whether it is written now or was before; --quiet lists the files too.
+    push = ("--push-to-hub", "me/model", "--dry-run", "--quiet", "--no-measure")
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    for out in ("run/exports/step_4-adapter", "new"):
+        code, printed, _ = tandem(
+            monkeypatch, capsys, "export", "run/checkpoints/latest", "--adapter", "--out", out, *push
+        )
+        assert code == 0
+        assert printed.startswith(
+            f"warning: adapter_config.json names the base model by its folder, {MODEL}: others cannot"
+        )
+        assert f"\n{out}  the aligned adapter (float32): step 4\nWould be uploaded to me/model" in printed
+        assert "adapter_model.safetensors" in printed
+    assert tandem(monkeypatch, capsys, "export", "run/checkpoints/latest", "--adapter", "--quiet")[1] == (
+        "run/exports/step_4-adapter  the aligned adapter (float32): step 4\n"
+    )
+    monkeypatch.chdir(run / "checkpoints")
+    assert tandem(monkeypatch, capsys, "export", "latest", "--adapter", "--quiet")[0] == 0
 
 
 def test_quantised_adapters_are_exported_without_a_gpu_but_not_merged(tmp_path):
@@ -372,6 +392,9 @@ def test_options_that_cannot_work_are_refused(made, monkeypatch, capsys):
     assert refused(made, max_shard_size="big") == "--max-shard-size big: not a size. Write 5GB or 500MB, for example."
     assert refused(made, dry_run=True) == (
         "--dry-run lists what --push-to-hub would upload. Add --push-to-hub REPO, or leave out --dry-run."
+    )
+    assert refused(made, llama_cpp="/llama") == (
+        "--llama-cpp /llama has no effect without --gguf. Add --gguf, or leave it out."
     )
     code, _, err = tandem(monkeypatch, capsys, "export", str(made), "--adapter", "--merged")
     assert (code, err) == (2, "tandem: error: --adapter and --merged exclude each other. Leave out one of them.\n")

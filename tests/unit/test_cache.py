@@ -1,5 +1,6 @@
 """Folders that are either absent or whole, and manifests that know when a file changed."""
 
+import errno
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import CheckpointError, ConfigError, full_disk
 from tandem.model.files.tiny import tiny_model, tiny_tokenizer
 from tandem.storage import cache
 from tandem.storage.cache import (
@@ -24,6 +25,7 @@ from tandem.storage.cache import (
     sha256_of,
     write_manifest,
 )
+from tandem.training.run.directory import locked
 
 
 def names(folder: Path) -> list[str]:
@@ -283,3 +285,24 @@ def test_a_large_file_is_hashed_where_the_cache_cannot_be_written(tmp_path, monk
     monkeypatch.setattr(cache, "REMEMBERED_BYTES", 3)
     (tmp_path / "large").write_bytes(b"large")
     assert cache.content_of(tmp_path / "large") == sha256(b"large").hexdigest()
+
+
+def test_a_full_disk_names_the_folder_even_if_its_marker_cannot_be_written(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tandem.storage.ownership._mark", full)
+    with pytest.raises(OSError) as error, published(tmp_path / "export", "export"):
+        raise AssertionError
+    assert full_disk(error.value).filename == str(tmp_path / "export")
+    assert names(tmp_path) == []
+
+
+def test_a_full_disk_names_the_lock_of_a_run(tmp_path, monkeypatch):
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.getpid", full)
+    with pytest.raises(OSError) as error, locked(tmp_path):
+        raise AssertionError
+    assert full_disk(error.value).filename == str(tmp_path / "lock")

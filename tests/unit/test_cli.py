@@ -394,7 +394,7 @@ def test_resume_refuses_another_configuration(monkeypatch, capsys, tmp_path, oth
             OSError(28, "No space left on device"),
             7,
             "tandem: error: the disk is full: [Errno 28] No space left on device. "
-            "Checkpoints saved before are intact. Free some space and run the command again.\n",
+            "Free some space and run the command again.\n",
         ),
         (OutOfMemoryError("no room"), 6, "tandem: error: no room\n"),
     ],
@@ -406,6 +406,23 @@ def test_a_failure_ends_in_one_message_and_its_exit_code(monkeypatch, capsys, fa
 
     monkeypatch.setattr(cli, "app", fails)
     assert run_here(monkeypatch, capsys) == (code, "", message)
+
+
+@pytest.mark.parametrize(
+    ("command", "trains"), [("train", True), ("sweep", True), ("export", False), ("report", False), ("inspect", False)]
+)
+def test_a_full_disk_speaks_of_checkpoints_only_where_a_command_trains(monkeypatch, capsys, command, trains):
+    def fails(**_):
+        raise OSError(28, "No space left on device", "x")
+
+    monkeypatch.setattr(cli, "app", fails)
+    kept = "Checkpoints saved before are intact. " if trains else ""
+    assert run_here(monkeypatch, capsys, command) == (
+        7,
+        "",
+        f"tandem: error: the disk is full: [Errno 28] No space left on device: 'x'. {kept}Free some space and run the command "
+        "again.\n",
+    )
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("ours"), OSError(13, "Permission denied"), ValueError("ours")])

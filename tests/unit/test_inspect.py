@@ -1,5 +1,6 @@
 """`tandem inspect`: a preference as the model will see it."""
 
+import errno
 import json
 
 import pytest
@@ -8,7 +9,7 @@ from rich.console import Console
 
 from tandem.cli import main as cli
 from tandem.config.load import load_config
-from tandem.errors import ConfigError, DataError
+from tandem.errors import ConfigError, DataError, full_disk
 from tandem.inspect import as_json, inspect_data, show, write_page
 
 
@@ -218,11 +219,38 @@ def test_settings_of_data_default_apply_to_the_inspected_set(tmp_path):
     assert own == found
 
 
-@pytest.mark.parametrize(("place", "reason"), [("no/page.html", "No such file or directory"), ("", "Is a directory")])
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("no/page.html", "No such file or directory. Choose another file."),
+        ("", "a directory. Give the name of a file."),
+        ("/dev/null", "not a plain file. Give the name of a file."),
+    ],
+)
 def test_a_page_that_cannot_be_written_is_reported_in_one_line(file, tmp_path, place, reason):
     with pytest.raises(ConfigError) as refused:
         write_page(inspected(file), tmp_path / place, positions=False)
-    assert str(refused.value) == f"--html {tmp_path / place}: {reason}. Choose another file."
+    assert str(refused.value) == f"--html {tmp_path / place}: {reason}"
+
+
+def test_a_full_disk_leaves_no_page(file, tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    found = inspected(file)
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError) as error:
+        write_page(found, tmp_path / "pages.html", positions=False)
+    assert full_disk(error.value).filename == str(tmp_path / "pages.html")
+    assert not list(tmp_path.glob("*pages.html*"))
+
+
+def test_a_page_is_written_through_a_link(file, tmp_path):
+    (tmp_path / "page.html").touch()
+    (tmp_path / "link").symlink_to("page.html")
+    write_page(inspected(file), tmp_path / "link", positions=False)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "page.html").stat().st_size > 0
 
 
 def test_a_page_replaces_an_earlier_page_and_nothing_else(file, tmp_path):

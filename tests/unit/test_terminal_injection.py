@@ -39,12 +39,23 @@ def test_a_key_of_a_file(monkeypatch, capsys, tmp_path):
 
 
 def test_a_file_name(monkeypatch, capsys, tmp_path):
-    name = f"{tmp_path}/{ATTACK}\udcff.yaml"
+    name = f"{tmp_path}/{ATTACK}.yaml"
     assert command(monkeypatch, capsys, "config", "-c", name) == (
         2,
         "",
-        f"tandem: error: {tmp_path}/{SHOWN}\\udcff.yaml: no such configuration file.\n",
+        f"tandem: error: {tmp_path}/{SHOWN}.yaml: no such configuration file.\n",
     )
+
+
+def test_an_argument_that_is_not_utf_8(monkeypatch, capsys):
+    for argument in ("ä\udcff", "--out=ä\udcff"):
+        at = len(argument)  # ä has two bytes
+        assert command(monkeypatch, capsys, "export", "run", argument) == (
+            2,
+            "",
+            f"tandem: error: {argument[:-1]}\\udcff: not UTF-8 at byte {at}, and tokenizers and many file formats take only "
+            "UTF-8. Write this argument in UTF-8; if it names a file or folder, rename that.\n",
+        )
 
 
 def test_an_option_and_an_override(monkeypatch, capsys):

@@ -122,6 +122,7 @@ def generate(
         if (value := getattr(settings, one.name)) != one.default:
             check_argument(one.name, value)
     found = prompts if isinstance(prompts, str | Path) else _listed_prompts(prompts)
+    reporter = Reporter(verbosity)
     with own_process("tandem.generate"):
         return run_generate(
             _name(model),
@@ -130,7 +131,8 @@ def generate(
             sampling=sampling,
             engine=settings,
             out=out,
-            progress=Reporter(verbosity).progress,
+            progress=reporter.progress,
+            warn=reporter.warn,
         )
 
 

@@ -14,6 +14,7 @@ from tandem import __version__
 from tandem.errors import AlreadyReportedError, ConfigError, TandemError
 from tandem.terminal.arguments import command_words
 from tandem.terminal.commands import key_of, override
+from tandem.terminal.printable import byte_that_is_not_utf8
 
 if TYPE_CHECKING:
     from tandem.report.reporter import Reporter
@@ -38,6 +39,8 @@ class CommandGroup(TyperGroup):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         ctx.meta[ARGUMENTS] = list(args)
+        for argument in args:
+            refuse_undecodable(argument)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: typer.Context) -> Any:
@@ -66,6 +69,15 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Train language models on preference pairs, with DPO and related losses, on packed sequences.",
 )
+
+
+def refuse_undecodable(argument: str) -> None:
+    """Raise ConfigError if an argument is not UTF-8. Python replaces each such byte by a lone surrogate."""
+    if (at := byte_that_is_not_utf8(argument)) is not None:
+        raise ConfigError(
+            f"{argument}: not UTF-8 at byte {at}, and tokenizers and many file formats take only UTF-8. Write this argument in "
+            "UTF-8; if it names a file or folder, rename that."
+        )
 
 
 def expand_home_callback(path: str | None) -> str | None:

@@ -11,7 +11,6 @@ from tandem.cli.generate import (
     BaseUrl,
     ChatTemplate,
     Compare,
-    EngineOption,
     MaxNewTokens,
     Model,
     Seed,
@@ -30,7 +29,7 @@ def chat(
     top_p: TopP = None,
     max_new_tokens: MaxNewTokens = 256,
     seed: Seed = None,
-    engine: EngineOption = "transformers",
+    engine: Annotated[str, typer.Option(metavar="NAME", help="transformers or http.")] = "transformers",
     chat_template: ChatTemplate = None,
     base_url: BaseUrl = None,
     api_key_env: ApiKeyEnv = None,
@@ -38,7 +37,7 @@ def chat(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only answers and errors.")] = False,
 ) -> None:
     """Talk to a model. Reads one turn per line, also from a pipe; /help lists the commands."""
-    from tandem.generation.chat import Chat, read_lines, speakers
+    from tandem.generation.chat import Chat, read_lines, refuse_vllm, speakers
     from tandem.generation.generate import export_checkpoints, name_models
     from tandem.generation.records import EngineSettings, make_sampling
 
@@ -50,6 +49,7 @@ def chat(
         api_key_env=api_key_env,
         timeout_seconds=timeout,
     )
+    refuse_vllm(settings)
     models = name_models(model, compare, settings)
 
     from tandem.terminal.console import SafeConsole
@@ -58,6 +58,9 @@ def chat(
         print(LOADING_MESSAGE, file=sys.stderr)
     export_checkpoints(models, lambda text: None if quiet else print(text, file=sys.stderr))
     with speakers(models, sampling, settings) as loaded:
+        for one in loaded:
+            if notice := one.ready.cut_notice(sampling):
+                print(f"warning: {notice}", file=sys.stderr)
         if not quiet:
             how = "greedy" if sampling.is_greedy else f"temperature {sampling.temperature:g}"
             names = " and ".join(one.name for one in models)

@@ -99,10 +99,14 @@ def export(
 
 
 def _show(done: "Exported", reporter: "Reporter") -> None:
+    from tandem.report.reporter import Reporter
+
     reporter.end(f"{done.folder}  the aligned {done.form} ({done.dtype}): step {done.step}")
     if done.gguf is not None:
         reporter.say(f"{done.gguf}  the same model for llama.cpp")
     if done.upload is not None:
+        if done.upload.address is None:  # the list is the result, which is printed with --quiet too
+            reporter = Reporter("normal")
         is_done = done.upload.address is not None
         where = done.upload.address or f"{done.upload.repository}, without --dry-run"
         reporter.say(f"{'Uploaded to' if is_done else 'Would be uploaded to'} {where}")

@@ -158,6 +158,7 @@ def _generate(
         out=out,
         progress=reporter.progress,
         write=write_at_once if streams else None,
+        warn=reporter.warn,
         num_skipped=num_skipped,
     )
     _show(generation, found, sampling.num_samples, as_json=as_json, quiet=quiet, streamed=streams)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tandem.cli.app import AllowCode, AllowEnv, ConfigFile, FromFormat, Overrides, app, expand_home_callback
-from tandem.errors import ConfigError, MachineError, TandemError, one_line
+from tandem.errors import ConfigError, MachineError, TandemError, full_disk, one_line
 
 launch = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Write a batch script for a job scheduler.")
 app.add_typer(launch, name="launch")
@@ -98,6 +98,8 @@ def _write(place: Path, script: str) -> None:
         with replacing(place) as file:
             file.write(script)
     except OSError as error:
+        if full_disk(error):
+            raise
         raise ConfigError(f"--out {place}: cannot be written ({error.strerror}). Choose another file.") from None
 
 

@@ -76,8 +76,8 @@ def _run_command() -> None:
     except Exception as error:
         if full := full_disk(error):
             of_rank = f" ({_own_rank()})" if is_distributed() else ""
-            kept = "Checkpoints saved before are intact. Free some space and run the command again."
-            _fail(DiskError(f"the disk is full{of_rank}: {full}. {kept}"))
+            kept = "Checkpoints saved before are intact. " if sys.argv[1:2] in (["train"], ["sweep"]) else ""
+            _fail(DiskError(f"the disk is full{of_rank}: {full}. {kept}Free some space and run the command again."))
         if is_lost_rank(error):
             if os.environ.get(LAUNCHER) in ("local", "ray"):
                 _exit(LOST_RANK_EXIT_CODE)  # the process that started this one says which rank ended, and why

@@ -1,8 +1,8 @@
 """The typed configuration: every key with its default and description. Unknown keys are refused. Does not import torch."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from tandem.columns import COLUMNS
 from tandem.config.losses import needs_reference, scope_of, spelled, unsupported_column, without_reference
@@ -58,6 +58,11 @@ class Reference(Section):
     )
 
 
+def canonical_size(size: str) -> str:
+    """Return a size with its unit in the usual letters, as transformers reads it: 5gb becomes 5GB, 5GIB becomes 5GiB."""
+    return size.upper().replace("IB", "iB")
+
+
 class Export(Section):
     """The model folder that is written at the end of a run."""
 
@@ -77,9 +82,9 @@ class Export(Section):
         default=True,
         description="merge LoRA adapters into the weights; false: export only the adapters, in float32 by default",
     )
-    max_shard_size: str = Field(
+    max_shard_size: Annotated[str, AfterValidator(canonical_size)] = Field(
         default="5GB",
-        pattern=r"^[1-9][0-9]{0,8}(KB|MB|GB|KiB|MiB|GiB)$",
+        pattern=r"^[1-9][0-9]{0,8}[KkMmGg][Ii]?[Bb]$",
         description="largest size of a shard of the exported weights; a larger model is split into several shards",
     )
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.errors import ConfigError, TandemError
+from tandem.evaluation.harness_child import UNKNOWN_TASK_EXIT_CODE
 from tandem.evaluation.records import HarnessResult
 from tandem.model.files.source import find_source
 from tandem.terminal.arguments import option
@@ -77,6 +78,12 @@ def _run(name: str, request: dict[str, Any]) -> dict[str, Any]:
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
             check=False,
         )
+        if ended.returncode == UNKNOWN_TASK_EXIT_CODE:
+            unknown = ended.stderr.splitlines()[-1]
+            raise ConfigError(
+                f"{option('lm_eval', request['tasks'])}: the LM Evaluation Harness does not know {unknown}. `lm-eval ls tasks` "
+                f"lists its tasks; {option('include_path', metavar='DIR')} adds those in a folder."
+            )
         if ended.returncode != 0 or not answer.is_file():
             said = ended.stderr.strip().splitlines()[-1:] or [f"exit code {ended.returncode}, without a message"]
             raise TandemError(

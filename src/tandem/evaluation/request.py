@@ -36,7 +36,19 @@ GIVEN_BY_ARGUMENTS = (
     "data.validation",
     "data.val_data_paths",
 )
-TRAINING_ONLY = ("policy.optimizer", "policy.scheduler", "checkpointing", "export", "logger", "run")
+TRAINING_ONLY = (
+    *(
+        "policy.optimizer",
+        "policy.scheduler",
+        "policy.train_global_batch_size",
+        "checkpointing",
+        "export",
+        "logger",
+        "run",
+    ),
+    *("dpo.max_num_epochs", "dpo.max_num_steps", "dpo.early_stopping_patience", "dpo.val_period", "dpo.val_batches"),
+    *("dpo.val_global_batch_size", "dpo.val_at_start", "dpo.val_at_end"),
+)
 READING_KEYS = ("prompt_key", "chosen_key", "rejected_key")
 LENGTH_KEY = "policy.max_total_sequence_length"
 

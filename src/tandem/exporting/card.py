@@ -6,7 +6,7 @@ environment variables are not shown.
 
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -23,7 +23,7 @@ from tandem.data.store.sets import PUBLISHED_SETS, Sets
 from tandem.exporting.licence import Licence, licence_of
 from tandem.model.architecture import is_multimodal
 from tandem.model.files.source import ModelSource
-from tandem.storage.cache import is_checkpoint, real_path
+from tandem.storage.cache import is_checkpoint, read_json, real_path
 from tandem.terminal.printable import escaped, scrubbed
 from tandem.training.checkpoint.ranking import Record
 from tandem.training.validation import ValidationReport
@@ -102,22 +102,37 @@ def data_sets(loaded: LoadedConfig, sets: Sets) -> list[DataSet]:
     ]
 
 
-def recorded_sets(loaded: LoadedConfig, fingerprints: dict[str, str], records: Sequence[Record]) -> list[DataSet]:
+def recorded_sets(
+    loaded: LoadedConfig, fingerprints: dict[str, str], records: Sequence[Record], num_pairs: Mapping[str, int]
+) -> list[DataSet]:
     """Return what the card shows about each set of a run whose data cannot be read.
 
-    The information comes from the configuration, the fingerprints in a checkpoint, and the lines of metrics.jsonl.
+    The information comes from the configuration, the fingerprints in a checkpoint, and the lines of metrics.jsonl. `num_pairs`:
+    of each training set, as `described_pairs` returns them.
     """
     names = _set_names(loaded.as_tree())
     measured = {one["split"]: one for one in records if "data" in one and one["split"].startswith("validation-")}
     training = [split for split in names if split.startswith("train")]
     digest = fingerprints.get("training data", "")[:FINGERPRINT_DIGITS] or None
     return [
-        *(DataSet(split, names[split], None, digest if len(training) == 1 else None) for split in training),
+        *(
+            DataSet(split, names[split], num_pairs.get(split), digest if len(training) == 1 else None)
+            for split in training
+        ),
         *(
             DataSet(split, names.get(split, "held out"), int(one["num_pairs"]), str(one["data"]))
             for split, one in measured.items()
         ),
     ]
+
+
+def described_pairs(run: Path | None) -> dict[str, int]:
+    """Return the number of pairs of each set, from setup.json of a run. Sets that it does not describe are left out."""
+    try:
+        sets = read_json(run / "setup.json")["sets"] if run is not None else []
+        return {one["name"]: one["num_pairs"] for one in sets if type(one["num_pairs"]) is int}
+    except (ValueError, KeyError, TypeError):
+        return {}
 
 
 def shown_model(name: str) -> str:
@@ -198,12 +213,7 @@ def _use(facts: CardFacts) -> str:
 
 def _data(data: Sequence[DataSet]) -> str:
     rows = [
-        [
-            one.split,
-            one.name,
-            "unknown" if one.num_pairs is None else f"{one.num_pairs:,}",
-            one.fingerprint or "unknown",
-        ]
+        [one.split, one.name, "" if one.num_pairs is None else f"{one.num_pairs:,}", one.fingerprint or ""]
         for one in data
     ]
     return "## Data\n\n" + _table(["set", "source", "pairs", "fingerprint"], rows)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from tandem.config.schema import Config
 from tandem.errors import ConfigError
-from tandem.exporting.card import CARD, CardFacts, data_sets, model_card, recorded_sets
-from tandem.exporting.folder import ExportForm, base_of_adapter, export_form, is_local, reload, write_export
+from tandem.exporting.card import CARD, CardFacts, data_sets, described_pairs, model_card, recorded_sets
+from tandem.exporting.folder import ExportForm, export_form, reload, write_export
 from tandem.exporting.gguf import convert
 from tandem.exporting.hub import Upload, push
 from tandem.exporting.request import RECORD, ExportRequest, read_record, record_text, request_export
@@ -28,13 +28,13 @@ from tandem.model.distributed.process_group import (
     leave_process_group,
 )
 from tandem.model.files.source import find_model
-from tandem.model.lora.files import read_adapter
+from tandem.model.lora.files import CONFIG_FILE, read_adapter
 from tandem.model.lora.layers import start_fingerprint
 from tandem.model.policy import Policy
 from tandem.report.reporter import Reporter
 from tandem.run_numbers import numbers_shown
 from tandem.runs import SHOWN_RESULTS
-from tandem.storage.cache import check_writable
+from tandem.storage.cache import check_writable, read_json
 from tandem.storage.ownership import remove_abandoned
 from tandem.terminal.arguments import option
 from tandem.terminal.printable import escaped
@@ -94,10 +94,24 @@ def run_export(request: ExportRequest, reporter: Reporter) -> Exported:
         with reporter.progress("Converting to GGUF", 1):
             done = replace(done, gguf=convert(done.folder, request.converter, done.dtype))
     if request.repository is not None:
+        _warn_of_local_base(done.folder, reporter)
         with reporter.progress("Uploading", 1):
             upload = push(done.folder, request.repository, step=done.step, dry_run=request.dry_run)
         done = replace(done, upload=upload)
     return done
+
+
+def _warn_of_local_base(folder: Path, reporter: Reporter) -> None:
+    """Warn if a folder to upload holds an adapter whose base model is a folder of this machine."""
+    try:
+        base = read_json(folder / CONFIG_FILE)["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError):  # not an adapter
+        return
+    if Path(str(base)).is_absolute():
+        reporter.warn(
+            f"{CONFIG_FILE} names the base model by its folder, {base}: others cannot load it. Set base_model_name_or_path "
+            f"to a name on the hub, or export with {option('form', 'merged')}."
+        )
 
 
 @contextmanager
@@ -256,7 +270,7 @@ class _Exporter:
             data_sets(loaded, start.setup.plan.sets)
             if start.setup is not None
             and start.setup.plan.train.store.fingerprint == saved.fingerprints.get("training data")
-            else recorded_sets(loaded, saved.fingerprints, records)
+            else recorded_sets(loaded, saved.fingerprints, records, described_pairs(self.request.checkpoint.run))
         )
         facts = CardFacts(
             loaded=loaded,
@@ -291,8 +305,3 @@ class _Exporter:
         self.reporter.change(f"\nValidation of step {self.request.checkpoint.step}", times, in_memory, exported)
         if start.not_measured is not None and self.request.measured:
             self.reporter.warn(f"the export was loaded back, but not measured: {start.not_measured}")
-        if form.is_adapter and is_local(start.source) and self.request.repository is not None:
-            self.reporter.warn(
-                f"adapter_config.json names the base model by its folder, {base_of_adapter(start.source)}: others cannot "
-                f"load it. Set base_model_name_or_path to a name on the hub, or export with {option('form', 'merged')}."
-            )

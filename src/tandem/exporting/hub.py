@@ -81,11 +81,17 @@ def push(folder: Path, repository: str, *, step: int, dry_run: bool, api: Any = 
         )
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
+        what = "cannot be reached" if _is_unreachable(error) else "refused the upload"
         raise TandemError(
-            f"{option('push_to_hub', repository)}: the hub refused the upload ({type(error).__name__}: {reason}). The "
+            f"{option('push_to_hub', repository)}: the hub {what} ({type(error).__name__}: {reason}). The "
             f"export in {folder} is complete; {same_call()} uploads it again."
         ) from None
     return Upload(repository, files, f"https://huggingface.co/{repository}")
+
+
+def _is_unreachable(error: Exception) -> bool:
+    """Whether an error means that the hub did not answer. The hub's client uses httpx or httpx2, with the same names."""
+    return isinstance(error, OSError) or any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
 
 
 def _literal(name: str) -> str:

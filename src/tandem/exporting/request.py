@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from tandem.config.load import LoadedConfig, load_config
-from tandem.config.schema import Config, Export
+from tandem.config.schema import Config, Export, canonical_size
 from tandem.config.sections.section import expand_home
 from tandem.errors import CheckpointError, ConfigError
 from tandem.exporting.gguf import find_converter
@@ -70,6 +70,11 @@ def request_export(
         raise ConfigError(
             f"{option('dry_run')} lists what {option('push_to_hub')} would upload. Add "
             f"{option('push_to_hub', metavar='REPO')}, or leave out {option('dry_run')}."
+        )
+    if llama_cpp is not None and not gguf:
+        raise ConfigError(
+            f"{option('llama_cpp', llama_cpp)} has no effect without {option('gguf')}. Add "
+            f"{option('gguf', True)}, or leave it out."
         )
     given = Path(expand_home(str(run)))
     loaded = load_config(str(_config_file(given)), [], allow_env, allow_code=allow_code)
@@ -143,8 +148,8 @@ def _find(given: Path, checkpoint: str | None, config: Config) -> Checkpoint:
         step = step_in(place.name)
         if step is None:
             raise CheckpointError(f"{given}: a checkpoint, but its folder is not named step_N. Restore its name.")
-        run = _run_of(place)
-        return Checkpoint(given.with_name(place.name) if given.parent.resolve() == place.parent else place, step, run)
+        named = given.with_name(place.name) if given.parent.resolve() == place.parent else place
+        return Checkpoint(named, step, _run_of(named) or _run_of(place))
     folder = checkpoint_dir(config, given)
     steps = sorted(step for path in folder.glob("step_*") if (step := step_in(path.name)) is not None and path.is_dir())
     if not steps:
@@ -201,7 +206,8 @@ def _with_options(
     pattern = Export.model_json_schema()["properties"]["max_shard_size"]["pattern"]
     if max_shard_size is not None and not re.fullmatch(pattern, max_shard_size):
         raise ConfigError(f"{option('max_shard_size', max_shard_size)}: not a size. Write 5GB or 500MB, for example.")
-    changes: dict[str, Any] = {"max_shard_size": max_shard_size, "dtype": dtype}
+    size = None if max_shard_size is None else canonical_size(max_shard_size)
+    changes: dict[str, Any] = {"max_shard_size": size, "dtype": dtype}
     changes["merge_lora"] = None if form is None else form == "merged"
     export = config.export.model_copy(update={key: value for key, value in changes.items() if value is not None})
     return config.model_copy(update={"export": export})

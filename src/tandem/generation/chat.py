@@ -1,6 +1,8 @@
 """Runs the conversation of `tandem chat` with one model, or with two models that get the same turns."""
 
+import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -10,12 +12,15 @@ from typing import TextIO
 
 from rich.console import Console
 
+from tandem.config.sections.section import expand_home
 from tandem.data.formats.preference import Message
-from tandem.errors import ConfigError, DataError, TandemError
+from tandem.errors import ConfigError, DataError, DiskError, TandemError, full_disk
 from tandem.generation.generate import Named, Opened, opened
 from tandem.generation.records import Engine, EngineSettings, Prompt, Sampling, as_dicts
 from tandem.generation.show import STOPPED, ending_mark, show_answers, shown_completion
+from tandem.storage.cache import replacing
 from tandem.terminal.arguments import option
+from tandem.terminal.printable import byte_that_is_not_utf8
 
 COMMANDS = {
     "/reset": "start a new conversation; the system message stays",
@@ -37,14 +42,18 @@ class Speaker:
     turns: list[Message] = field(default_factory=list)  # without the system message
 
 
+def refuse_vllm(engine: EngineSettings) -> None:
+    """Raise ConfigError if the engine is vllm, which gives no answer before it is complete."""
+    if engine.name == "vllm":
+        raise ConfigError(
+            f"{option('engine', 'vllm')}: chat shows answers word by word, which this engine cannot. Use transformers, or a "
+            f"vLLM server with {option('engine', 'http')}; tandem generate --prompt TEXT takes vllm."
+        )
+
+
 @contextmanager
 def speakers(models: Sequence[Named], sampling: Sampling, engine: EngineSettings) -> Iterator[list[Speaker]]:
     """Load the models that take part."""
-    if engine.name == "vllm":
-        raise ConfigError(
-            f"{option('engine', 'vllm')}: chat needs answers word by word. Use transformers, or a vLLM server: "
-            f"{option('engine', 'http')}."
-        )
     with ExitStack() as stack:
         loaded = []
         for model in models:
@@ -77,6 +86,8 @@ class Chat:
         """Answer a line, or obey a command. Returns False if the chat ends."""
         name, _, argument = line.strip().partition(" ")
         try:
+            if (at := byte_that_is_not_utf8(line)) is not None:
+                raise DataError(f"this line is not UTF-8 at byte {at}, so it was left out: {line}. Write it in UTF-8.")
             if line.startswith("/"):
                 return self._command(name, argument.strip())
             if line.strip():
@@ -123,12 +134,17 @@ class Chat:
             json.dumps({"messages": as_dicts(self._messages(speaker)), "model": speaker.name}, ensure_ascii=False)
             for speaker in self._speakers
         ]
+        if "\0" in file:
+            raise ConfigError(f"/save {file}: not a name of a file. Choose another name.")
+        path = Path(expand_home(file))
+        if os.path.lexists(path):
+            raise ConfigError(f"/save {file}: this file exists. Choose another name.")
         try:
-            with Path(file).expanduser().open("x", encoding="utf-8") as opened_file:
+            with replacing(path) as opened_file:
                 opened_file.writelines(f"{line}\n" for line in lines)
-        except FileExistsError:
-            raise ConfigError(f"/save {file}: this file exists. Choose another name.") from None
         except OSError as error:
+            if full_disk(error):
+                raise DiskError(f"/save {file}: the disk is full. Free some space, or choose another file.") from None
             raise ConfigError(f"/save {file}: {error.strerror}. Choose another file.") from None
         self._say(f"Saved to {file}.")
 
@@ -181,6 +197,8 @@ class Chat:
 
 def read_lines(stream: TextIO, prompt: str = "> ") -> Iterator[str]:
     """Yield lines until the end of the input (Ctrl-D). On a terminal lines can be edited, and Ctrl-C drops the current one."""
+    if isinstance(stream, io.TextIOWrapper):  # a line that is not UTF-8 is refused by `Chat.handle`
+        stream.reconfigure(errors="surrogateescape")
     if not stream.isatty():
         yield from (line.rstrip("\r\n") for line in stream)
         return

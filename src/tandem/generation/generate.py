@@ -70,6 +70,7 @@ def generate(
     out: str | Path | None = None,
     progress: Progress | None = None,
     write: Callable[[str], None] | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> Generation:
     """Generate completions of every prompt, with the chat template of the model.
 
@@ -77,13 +78,13 @@ def generate(
     name of a model there. compare: another model that gets the same prompts. prompts: a file (JSONL, CSV, Parquet, one per line
     in a .txt, or preference data), or a list of texts, lists of messages and rows. out: a JSONL file to write; the same call
     continues one that is incomplete. progress: a function like `Reporter.progress`. write: receives the text of a single
-    completion while it is generated.
+    completion while it is generated. warn: receives warnings.
     """
     sampling, engine = sampling or Sampling(), engine or EngineSettings()
     models = name_models(model, compare, engine)
     found, num_skipped = prompts_from(prompts)
     return generate_prompts(
-        models, found, sampling, engine, out=out, progress=progress, write=write, num_skipped=num_skipped
+        models, found, sampling, engine, out=out, progress=progress, write=write, warn=warn, num_skipped=num_skipped
     )
 
 
@@ -158,6 +159,7 @@ def generate_prompts(
     out: str | Path | None = None,
     progress: Progress | None = None,
     write: Callable[[str], None] | None = None,
+    warn: Callable[[str], None] | None = None,
     num_skipped: int = 0,
 ) -> Generation:
     """Generate with each model in turn, so that only one is in memory. See `generate`."""
@@ -169,7 +171,7 @@ def generate_prompts(
             file.refuse_other_models(names)
         for model in models:
             answered = _with_model(
-                model, prompts, sampling, engine, file=file, progress=progress, write=write, totals=totals
+                model, prompts, sampling, engine, file=file, progress=progress, write=write, warn=warn, totals=totals
             )
             for record in answered:
                 records.append(record) if file is None else file.write(record)
@@ -208,6 +210,7 @@ def _with_model(
     file: OutputFile | None,
     progress: Progress | None,
     write: Callable[[str], None] | None,
+    warn: Callable[[str], None] | None,
     totals: _Totals,
 ) -> Iterator[Record]:
     """Yield the records of one model for the prompts that are not in the file yet."""
@@ -219,6 +222,8 @@ def _with_model(
         if not remaining:
             return
         requests = ready.requests(remaining, prompts, sampling)
+        if warn is not None and (notice := ready.cut_notice(sampling, requests)):
+            warn(notice)
         with closing(ready.start()) as running:
             made["engine_version"] = running.version
             start = time.monotonic()
@@ -274,6 +279,24 @@ class Opened:
             how = {"engine": engine.name, **({"batching": engine.batching} if engine.batching != "auto" else {})}
             content = self.found.fingerprint()[:16]
         return generated_by(self.named.name, content, how, "", sampling.as_dict(), prompts_fingerprint(prompts))
+
+    def cut_notice(self, sampling: Sampling, requests: Sequence[Request] = ()) -> str | None:
+        """A sentence if the model's context ends before the longest completion that was asked for; None if it does not.
+
+        Without requests, prompts are not counted.
+        """
+        limit = None if self.found is None else self.found.max_tokens
+        if limit is None:
+            return None
+        rooms = {one.prompt.index: limit - len(one.ids) for one in requests} or {0: limit - 1}
+        short = [room for room in rooms.values() if room < sampling.max_new_tokens]
+        if not short:
+            return None
+        of = f" to {len(short):,} of {len(rooms):,} prompts" if len(rooms) > 1 else ""
+        return (
+            f"{option('max_new_tokens', sampling.max_new_tokens)}: {self.named.name} is made for at most {limit:,} tokens, "
+            f"prompt included, so completions{of} end after at most {max(short):,} tokens."
+        )
 
     def requests(self, wanted: Sequence[Prompt], prompts: Sequence[Prompt], sampling: Sampling) -> list[Request]:
         """A request for each sample of the wanted prompts. Repeated prompts are counted over all prompts."""

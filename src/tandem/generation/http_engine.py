@@ -93,37 +93,54 @@ class HttpEngine:
         import httpx
 
         text, ids, finish = "", [], "stop"
+        other = b""  # what is not an event: the answer of a server that ignores `stream`
+        has_events = False
         try:
             for line in response.iter_lines():
                 data = line.removeprefix("data:").strip()
-                if not line.startswith("data:") or data == "[DONE]":
+                if not line.startswith("data:"):
+                    other = (other + line.encode())[:MAX_ANSWER_BYTES]
                     continue
+                if data == "[DONE]":
+                    continue
+                has_events = True
                 choice = self._choice(data)
                 if choice is None:  # a last event may hold only the usage
                     continue
-                piece = (choice.get("delta") or {}).get("content") or choice.get("text") or ""
-                ids += choice.get("token_ids") or []
-                finish = choice.get("finish_reason") or finish
+                piece = self._text(choice, data)
+                ids += _ids(choice) or ()
+                finish = str(choice.get("finish_reason") or finish)
                 text += piece
                 if piece:
                     write(piece)
         except httpx.TransportError as error:  # not retried: a part of the answer is already on the screen
             raise self._unreachable(error) from None
-        return Answer(request, text, tuple(ids) if ids else None, finish)
+        if has_events:
+            return Answer(request, text, tuple(ids) if ids else None, finish)
+        answer = self._read_answer(request, other.decode())
+        write(answer.text)
+        return answer
 
     def close(self) -> None:
         self._client.close()
 
     def _ask(self, request: Request) -> Answer:
-        body = self._exchange(request, _limited, streams=False)
+        return self._read_answer(request, self._exchange(request, _limited, streams=False))
+
+    def _read_answer(self, request: Request, body: str) -> Answer:
         choice = self._choice(body)
-        content = choice and (choice.get("message") or {}).get("content", choice.get("text"))
-        if choice is None or not (content is None or isinstance(content, str)):
+        if choice is None or not ("message" in choice or "text" in choice):
             raise self._garbage(body)
-        ids: Any = choice.get("token_ids")
-        is_ids = isinstance(ids, list) and all(type(id) is int for id in ids)
-        finish = str(choice.get("finish_reason") or "stop")
-        return Answer(request, content or "", tuple(ids) if is_ids else None, finish)
+        return Answer(request, self._text(choice, body), _ids(choice), str(choice.get("finish_reason") or "stop"))
+
+    def _text(self, choice: dict[str, Any], body: str) -> str:
+        """The text of a choice, or the piece of it in an event. Null is an empty text, as in an answer that calls a tool."""
+        part = choice.get("message") or choice.get("delta") or {}
+        content = part.get("content", choice.get("text")) if isinstance(part, dict) else part
+        if not (content is None or isinstance(content, str)):
+            raise self._garbage(body)
+        # JSON may hold a lone surrogate, which no file and no later request can.
+        return (content or "").encode("utf-8", "replace").decode()
 
     def _payload(self, request: Request, *, streams: bool) -> dict[str, Any]:
         prompt, chosen = request.prompt.prompt, self._sampling
@@ -173,9 +190,12 @@ class HttpEngine:
         """The first choice of an answer; None if its list of choices is empty."""
         try:
             choices = json.loads(body)["choices"]
-            return choices[0] if choices else None
+            choice = choices[0] if choices else None
         except (ValueError, KeyError, TypeError, IndexError, RecursionError):
             raise self._garbage(body) from None
+        if not (choice is None or isinstance(choice, dict)):
+            raise self._garbage(body)
+        return choice
 
     def _garbage(self, body: str) -> ConfigError:
         start = one_line(Exception(body))[:80]
@@ -208,6 +228,14 @@ class HttpEngine:
         return ConfigError(f"{self._url}: the server refuses the request (HTTP {status}{said}).")
 
     def _unreachable(self, error: Exception) -> ConfigError:
+        import httpx
+
+        if isinstance(error, httpx.ReadTimeout):
+            seconds = self._settings.timeout_seconds
+            return ConfigError(
+                f"{self._url}: no answer within {seconds:g} seconds. Wait longer with "
+                f"{option('timeout_seconds', metavar='SECONDS')}, or ask for less with {option('max_new_tokens')}."
+            )
         reason = one_line(error)
         return ConfigError(
             f"{self._url}: the server does not answer ({reason}). Start it, or check {option('base_url')}."
@@ -222,6 +250,12 @@ def _limited(response: Any) -> str:
         if len(body) > MAX_ANSWER_BYTES:
             break
     return body[:MAX_ANSWER_BYTES].decode("utf-8", "replace")
+
+
+def _ids(choice: dict[str, Any]) -> tuple[int, ...] | None:
+    """The token ids of a choice, which only some servers report."""
+    ids = choice.get("token_ids")
+    return tuple(ids) if isinstance(ids, list) and all(type(id) is int for id in ids) else None
 
 
 def _error_text(body: str) -> str:

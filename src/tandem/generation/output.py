@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -73,6 +74,7 @@ class OutputFile:
             raise ConfigError(
                 f"{option('out', path)}: a folder. Give the name of a file, such as {path / 'completions.jsonl'}."
             )
+        self._is_new = not path.exists()
         try:
             self._file: IO[bytes] = open_own(path, "ab")
         except OSError as error:
@@ -88,8 +90,11 @@ class OutputFile:
     def __enter__(self) -> "OutputFile":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with suppress(OSError):  # on a full disk, closing fails after `write` has reported it
+            self._file.close()
+        if kind is not None and self._is_new and self.path.stat().st_size == 0:
+            self.path.unlink()
 
     def done(self, made_now: Mapping[str, Any], prompts: Sequence[Prompt]) -> dict[int, Record]:
         """The records of one model that are already there, by the number of the prompt.

@@ -81,7 +81,7 @@ def _lines(file: SourceFile) -> Iterable[SourceRow]:
     try:
         text = read_text_file(file.path)
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file.name}: cannot be read ({why_unreadable(error)}). Save it as UTF-8 text.") from None
+        raise DataError(f"{file.name}: {why_unreadable(error)}") from None
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         if line.strip():
             yield SourceRow({"prompt": line.rstrip("\r")}, file.name, number)

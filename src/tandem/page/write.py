@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import CheckpointError, ConfigError, full_disk
 from tandem.page.comparison import Best, best_of, comparison
 from tandem.page.curves import run_charts
 from tandem.page.data_sections import answers, data, length_charts, pack_chart, packing, pair_charts, pairs
@@ -65,6 +65,8 @@ def write_report(
     try:
         write_page(found, page)
     except OSError as error:
+        if full_disk(error):
+            raise
         raise ConfigError(
             f"{page}: cannot be written ({error.strerror}). Choose another file with {option('out', metavar='FILE')}."
         ) from None

@@ -8,6 +8,7 @@ import torch
 
 from tandem.config.load import LoadedConfig
 from tandem.data.store.sets import ProgressBar, no_bar
+from tandem.errors import ConfigError
 from tandem.exporting.cached import export_named_checkpoints
 from tandem.model.distributed.layer_sizes import layers_of
 from tandem.model.distributed.layers import check_layers
@@ -39,6 +40,11 @@ def plan(
     check_price(price_per_hour)
     options.check()
     target = _with_all_gpus(find_target(gpu), loaded, options)
+    if price_per_hour is not None and target.device.type != "cuda":
+        raise ConfigError(
+            f"--price-per-hour {price_per_hour:g} has no effect without a GPU: the time of a run on a CPU is not estimated. Add "
+            "--gpu NAME, or leave it out."
+        )
     config = loaded.config
     planned_mesh(config, target.gpus)
     export_named_checkpoints(config, say=lambda text: None)

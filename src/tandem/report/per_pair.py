@@ -11,7 +11,7 @@ from tandem.config.losses import needs_reference, scope_of
 from tandem.config.sections.dpo import Dpo
 from tandem.data.store.selection import Preferences
 from tandem.errors import ConfigError
-from tandem.storage.cache import check_writable, replacing
+from tandem.storage.cache import check_writable, real_path, replacing
 from tandem.terminal.arguments import option
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class PerPairFile:
 
     def write(self, tables: Iterator[tuple[str, "PairTable", Preferences]]) -> None:
         """Write every pair of every split. Within a split, the pair with the smallest margin comes first."""
-        with replacing(self.path, "per_pair") as out:
+        with replacing(real_path(self.path) if self.path.is_symlink() else self.path, "per_pair") as out:
             for split, table, store in tables:
                 self._add(out, split, table, store)
 
@@ -68,6 +68,8 @@ def check_per_pair(path: Path) -> None:
     """Raise ConfigError, before training starts, if the file cannot be written."""
     if path.is_dir():
         raise ConfigError(f"{option('per_pair', path)}: a directory. Give the name of a file.")
+    if path.exists() and not path.is_file():  # such as /dev/null, which must not be replaced
+        raise ConfigError(f"{option('per_pair', path)}: not a plain file. Give the name of a file.")
     if not path.parent.is_dir():
         problem = (
             f"{path.parent} is a file, not a folder. Choose another file."

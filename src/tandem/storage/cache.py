@@ -209,13 +209,12 @@ def published(folder: Path, what: str) -> Iterator[Path]:
     process.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with temporary_folder(folder) as aside:
-        with writing(folder):
-            fail_point(f"{what}.begin")
-            yield aside
-            _follow_umask(aside)
-            fail_point(f"{what}.sync")
-            sync_folder(aside)
+    with writing(folder), temporary_folder(folder) as aside:
+        fail_point(f"{what}.begin")
+        yield aside
+        _follow_umask(aside)
+        fail_point(f"{what}.sync")
+        sync_folder(aside)
         fail_point(f"{what}.rename")
         try:
             aside.rename(folder)

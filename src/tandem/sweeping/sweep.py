@@ -15,7 +15,7 @@ from tandem.sweeping.children import LOGS, Ended, Task, train_all
 from tandem.sweeping.parallel import choose_environments, refuse_parallel, uses_several_gpus
 from tandem.sweeping.plan import Reading, SweepPlan, choose_folder, make_plan, write_plan
 from tandem.sweeping.records import SweepResult, SweepRun, measured, read_runs
-from tandem.terminal.arguments import in_command, same_call
+from tandem.terminal.arguments import in_command, option, same_call
 from tandem.training.run.directory import SWEEP_FILE, is_finished, locked
 from tandem.training.run.stopping import Stopping, stopped_by_signals
 
@@ -58,11 +58,13 @@ def run_plan(
     """Train the runs of a checked sweep. The arguments and the result are those of `sweep`."""
     folder = choose_folder(plan, out)
     runs = [_record(plan, number, folder) for number in range(len(plan.runs))]
-    if dry_run:
-        return SweepResult(folder=folder, swept=plan.swept, runs=tuple(runs))
     unfinished = [one for one, run in zip(plan.runs, runs, strict=True) if run.status != "finished"]
     configs = [one.loaded.config for one in unfinished]
     refuse_parallel(configs, parallel)
+    if dry_run:
+        if parallel is not None:
+            reporter.say(f"{option('parallel', parallel)} has no effect on a dry run, which trains nothing.")
+        return SweepResult(folder=folder, swept=plan.swept, runs=tuple(runs))
     environments = choose_environments(configs, 1 if any(map(uses_several_gpus, configs)) else parallel)
     with locked(folder, "out"):
         remove_abandoned(folder, SWEEP_FILE.replace(".", r"\."), PAGE.replace(".", r"\."), is_held=True)

@@ -31,6 +31,18 @@ def escaped(text: str) -> str:
     return UNSAFE.sub(lambda found: f"\\x{ord(found[0]):02x}" if found[0] < " " else f"\\u{ord(found[0]):04x}", text)
 
 
+def byte_that_is_not_utf8(text: str) -> int | None:
+    """Return the position, from 0, of the first byte that could not be decoded when `text` was read; None if there is none.
+
+    Python replaces such bytes by lone surrogates in arguments, and in input that is read with errors="surrogateescape".
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return len(text[: error.start].encode("utf-8"))
+    return None
+
+
 def listed(items: Iterable[object], *, most: int = LISTED_ITEMS) -> str:
     """Join items for a message, showing at most `most` of them: "a, b, c and 97 more"."""
     shown = [text if len(text) <= LISTED_CHARACTERS else f"{text[:LISTED_CHARACTERS]}..." for text in map(str, items)]

@@ -848,3 +848,17 @@ def test_a_run_name_too_long_for_a_directory_is_refused():
     assert load_config(None, [f"run.name={'a' * 200}"]).config.run.name == "a" * 200
     with pytest.raises(ConfigError, match="string should have at most 200 characters"):
         load_config(None, [f"run.name={'a' * 201}"])
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [("5GB", "5GB"), ("5gb", "5GB"), ("100kB", "100KB"), ("7MIB", "7MiB"), ("7mib", "7MiB"), ("3GiB", "3GiB")],
+)
+def test_the_unit_of_a_size_is_read_in_any_case(given, size):
+    assert load_config(None, [f"export.max_shard_size={given}"]).config.export.max_shard_size == size
+
+
+@pytest.mark.parametrize("given", ["big", "5", "5TB", "0GB", "5 GB"])
+def test_text_that_is_not_a_size_is_refused(given):
+    with pytest.raises(ConfigError, match=r"export\.max_shard_size"):
+        load_config(None, [f"export.max_shard_size='{given}'"])

@@ -179,6 +179,16 @@ def test_the_configuration_chooses_the_tokenizers_own_template_none_or_a_file(tm
     assert make_template(letter_tokenizer(), TokenizerConfig()).source is None
 
 
+def test_a_template_file_that_is_not_utf8_is_refused(tmp_path):
+    file = tmp_path / "a.jinja"
+    file.write_bytes(b"{# caf\xc3\xa9 #}\n\n{# caf\xe9 #}")
+    with pytest.raises(ConfigError) as caught:
+        make_template(TOKENIZER, TokenizerConfig(chat_template=str(file)))
+    assert str(caught.value) == (
+        f"policy.tokenizer.chat_template = {file}: not UTF-8 at byte 6 of line 3. Save the file as UTF-8."
+    )
+
+
 def test_a_template_file_that_is_missing_is_refused(tmp_path):
     file = f"{tmp_path}/no.jinja"
     with pytest.raises(ConfigError) as caught:

@@ -73,12 +73,11 @@ def test_a_file_that_is_missing_is_refused_by_its_key(tmp_path, key):
 
 @pytest.mark.parametrize("key", ["prompt_file", "system_prompt_file"])
 def test_a_file_that_is_not_utf8_is_refused_by_its_key(files, key):
-    given = files(**{key: b"\xff {}"})
+    given = files(**{key: b"one\ntwo \xff {}"})
     with pytest.raises(ConfigError) as caught:
         wording_of(given, "a.jsonl")
     assert str(caught.value) == (
-        f"a.jsonl: {key} = {getattr(given, key)}: cannot be read ('utf-8' codec can't decode byte 0xff in position 0: "
-        "invalid start byte). Check the path."
+        f"a.jsonl: {key} = {getattr(given, key)}: not UTF-8 at byte 4 of line 2. Save the file as UTF-8."
     )
 
 

@@ -23,7 +23,9 @@ def simple_evaluate(model, model_args, tasks, *, task_manager, limit=None, devic
         out.write(json.dumps(asked) + "\\n")
     print("noise on standard output")
     if "missing" in tasks:
-        raise ValueError("Tasks not found: missing. Try `lm-eval ls tasks`")
+        raise KeyError("missing")
+    if "offline" in tasks:
+        raise ConnectionError("cannot reach the hub")
     share = 0.25 if model_args["pretrained"].endswith("small") else 0.5
     metrics = {"acc,none": share, "acc_stderr,none": 0.05, "f1,strict": 1, "f1_stderr,strict": "N/A", "sample_len": 5}
     return {"results": {task: {"alias": task, **metrics} for task in tasks}}
@@ -37,7 +39,8 @@ def stub(tmp_path, monkeypatch):
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(STUB)
     (package / "tasks.py").write_text(
-        "class TaskManager:\n    def __init__(self, include_path=None):\n        self.include_path = include_path\n"
+        "class TaskManager:\n    all_tasks = ['arc', 'offline', 'piqa']\n"
+        "    def __init__(self, include_path=None):\n        self.include_path = include_path\n"
     )
     asked = tmp_path / "asked.jsonl"
     monkeypatch.setenv("ASKED", str(asked))
@@ -68,10 +71,20 @@ def test_base_and_model_are_run_side_by_side(stub, tmp_path):
 
 def test_an_error_of_the_harness_is_shown(stub):
     with pytest.raises(TandemError) as caught:
-        evaluate(str(MODEL), lm_eval=["missing"])
+        evaluate(str(MODEL), lm_eval=["offline"])
+    assert caught.value.exit_code == 1
     assert str(caught.value) == (
-        f"--lm-eval missing: the LM Evaluation Harness failed on {MODEL}: ValueError: Tasks not found: missing. Try `lm-eval ls "
-        "tasks`\nCheck the names of the tasks, --include-path and the connection, which its own tasks need for their data."
+        f"--lm-eval offline: the LM Evaluation Harness failed on {MODEL}: ConnectionError: cannot reach the hub\n"
+        "Check the names of the tasks, --include-path and the connection, which its own tasks need for their data."
+    )
+
+
+def test_an_unknown_task_is_an_error_of_the_user(stub):
+    with pytest.raises(ConfigError) as caught:
+        evaluate(str(MODEL), lm_eval=["arc", "missing"])
+    assert str(caught.value) == (
+        "--lm-eval arc,missing: the LM Evaluation Harness does not know missing. `lm-eval ls tasks` lists its tasks; "
+        "--include-path DIR adds those in a folder."
     )
 
 

@@ -185,9 +185,16 @@ def test_keys_that_arguments_give_are_refused(data):
     assert refused("embedded", [data], overrides=["policy.model_name=x"]) == (
         "policy.model_name=x: MODEL, DATA, --reference and --against give the models and the data."
     )
-    assert refused("embedded", [data], overrides=["policy.optimizer.kwargs.lr=1"]) == (
-        "policy.optimizer.kwargs.lr=1: this key has no effect on an evaluation. Leave it out."
-    )
+    unused = [
+        "policy.optimizer.kwargs.lr=1",
+        "dpo.max_num_steps=5",
+        "~dpo.val_period",
+        "policy.train_global_batch_size=4",
+    ]
+    for override in unused:
+        assert refused("embedded", [data], overrides=[override]) == (
+            f"{override}: this key has no effect on an evaluation. Leave it out."
+        )
 
 
 def test_a_per_pair_file_that_cannot_be_written_is_refused(data, tmp_path):

@@ -9,7 +9,7 @@ from models import MODEL
 from transformers import AutoConfig
 
 from tandem.config.load import load_config
-from tandem.exporting.card import CardFacts, DataSet, model_card, recorded_sets, shown_model
+from tandem.exporting.card import CardFacts, DataSet, described_pairs, model_card, recorded_sets, shown_model
 from tandem.model.files.source import find_source
 from tandem.training.validation import ValidationReport
 
@@ -76,12 +76,30 @@ def test_values_from_the_environment_are_not_shown(monkeypatch):
     monkeypatch.setenv("MY_MODEL", str(MODEL))
     monkeypatch.setenv("MY_DATA", "/mnt/private/of-customer.jsonl")
     given = facts("data.train.data_path=${oc.env:MY_DATA}", model="${oc.env:MY_MODEL}")
-    sets = recorded_sets(given.loaded, {"training data": "ab" * 16}, given.records)
+    sets = recorded_sets(given.loaded, {"training data": "ab" * 16}, given.records, {})
     assert sets[0] == DataSet("train", "named in the environment", None, "abababababab")
     card = model_card(facts("data.train.data_path=${oc.env:MY_DATA}", model="${oc.env:MY_MODEL}", data=sets))
     assert "customer" not in card
     assert MODEL.name not in card
     assert "a model named in the environment" in card
+    assert "| train | named in the environment |  | abababababab |" in card
+
+
+def test_the_number_of_training_pairs_is_that_of_the_run_where_it_is_stored(tmp_path):
+    assert described_pairs(None) == described_pairs(tmp_path) == {}
+    for content in (
+        "{",
+        "[]",
+        '{"sets": 3}',
+        '{"sets": [{"name": "train"}]}',
+        '{"sets": [{"name": [], "num_pairs": 1}]}',
+    ):
+        (tmp_path / "setup.json").write_text(content)
+        assert described_pairs(tmp_path) == {}
+    (tmp_path / "setup.json").write_text('{"sets": [{"name": "train", "num_pairs": 1200}]}')
+    given = facts("data.train.data_path=pairs.jsonl")
+    sets = recorded_sets(given.loaded, {"training data": "ab" * 16}, given.records, described_pairs(tmp_path))
+    assert sets[0] == DataSet("train", "pairs.jsonl", 1200, "abababababab")
 
 
 def test_metrics_are_those_of_the_exported_step():

@@ -1,5 +1,6 @@
 """Uploads to the hub, with a stub in place of its client: nothing here uses the network."""
 
+import httpx
 import pytest
 from huggingface_hub import constants
 
@@ -56,6 +57,16 @@ def test_a_dry_run_lists_the_files_and_uploads_nothing(folder):
         9,
         None,
         [],
+    )
+
+
+@pytest.mark.parametrize("kind", [ConnectionError, httpx.ConnectError, httpx.ReadTimeout])
+def test_a_hub_that_does_not_answer_is_not_said_to_refuse(folder, kind):
+    with pytest.raises(TandemError) as failed:
+        push(folder, "me/model", step=4, dry_run=False, api=StubApi(kind("no route")))
+    assert str(failed.value) == (
+        f"--push-to-hub me/model: the hub cannot be reached ({kind.__name__}: no route). The export in {folder} is complete; the "
+        "same command uploads it again."
     )
 
 

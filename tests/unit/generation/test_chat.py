@@ -1,5 +1,6 @@
 """The chat: turns, commands, an interrupted answer, and two models at a time."""
 
+import errno
 import io
 import json
 
@@ -94,6 +95,42 @@ def test_a_conversation_is_saved_to_a_new_file_only(tmp_path):
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "2:hi"},
     ]
+
+
+def test_a_file_that_cannot_be_written_is_reported_and_nothing_is_left(tmp_path, monkeypatch):
+    said, goes_on = talk(f"/save {tmp_path}/no/x", "/save a\0b", "/save ~nobody\0")
+    assert (said.splitlines(), goes_on) == (
+        [
+            f"<stderr>error: /save {tmp_path}/no/x: No such file or directory. Choose another file.",
+            "<stderr>error: /save a\0b: not a name of a file. Choose another name.",
+            "<stderr>error: /save ~nobody\0: not a name of a file. Choose another name.",
+        ],
+        True,
+    )
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    one, out = chat()
+    assert one.handle(f"/save {tmp_path}/x")
+    assert out.getvalue() == (
+        f"<stderr>error: /save {tmp_path}/x: the disk is full. Free some space, or choose another file.\n"
+    )
+    assert one.exit_code == 7
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_line_that_is_not_utf_8_is_left_out_and_the_next_one_is_answered():
+    lines = read_lines(io.TextIOWrapper(io.BytesIO(b"/system caf\xe9\nna\xc3\xafve\n"), encoding="utf-8"))
+    one, out = chat()
+    for line in lines:
+        assert one.handle(line)
+    assert out.getvalue() == (
+        "<stderr>error: this line is not UTF-8 at byte 11, so it was left out: /system caf\udce9. Write it in UTF-8.\n"
+        "1:na\u00efve\n"
+    )
+    assert one.exit_code == 3
 
 
 @pytest.mark.parametrize(("width", "num_lines"), [(80, 2), (79, 4)])

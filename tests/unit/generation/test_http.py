@@ -87,6 +87,64 @@ def test_an_answer_is_streamed_in_pieces(server):
     assert (pieces, answer.text, answer.finish) == (list("HELLO"), "HELLO", "length")
 
 
+PLAIN = '{\n "choices": [{"message": {"content": "Hi %s"}, "finish_reason": "length", "token_ids": [1, 2]}]\n}'
+
+
+def test_the_answer_of_a_server_that_does_not_stream_is_written_in_one_piece(server):
+    server.body = (PLAIN % "\\u00e9 \\ud800").encode()
+    pieces = []
+    answer = engine(server).stream(requests("hello")[0], pieces.append)
+    assert (pieces, answer.text, answer.finish, answer.ids) == (["Hi é ?"], "Hi é ?", "length", (1, 2))
+    [answer] = engine(server).answers(requests("hello"))
+    assert (answer.text, answer.finish, answer.ids) == ("Hi é ?", "length", (1, 2))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        "<html>It works</html>",
+        '{"ok": true}',
+        '{"choices": []}',
+        '{"choices": ["x"]}',
+        '{"choices": [{"finish_reason": "stop"}]}',
+        '{"choices": [{"message": {"content": 3}}]}',
+        '{"choices": [{"message": 3}]}',
+    ],
+)
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_answer_without_a_text_is_refused_whether_it_was_to_be_streamed_or_not(server, body, streams):
+    server.body = body.encode()
+    pieces = []
+    with pytest.raises(ConfigError) as error:
+        if streams:
+            engine(server).stream(requests("hi")[0], pieces.append)
+        else:
+            list(engine(server).answers(requests("hi")))
+    assert str(error.value) == (
+        f"{server.url}/chat/completions: not the answer of an OpenAI-compatible server ({body or 'Exception'!r}). Check "
+        "--base-url, which usually ends in /v1."
+    )
+    assert pieces == []
+
+
+def test_an_event_without_a_text_is_refused(server):
+    for event in ('{"choices": ["x"]}', '{"choices": [{"delta": {"content": 3}}]}', '{"error": {"message": "busy"}}'):
+        server.body = f"data: {event}\n\n".encode()
+        with pytest.raises(ConfigError) as error:
+            engine(server).stream(requests("hi")[0], print)
+        assert f"not the answer of an OpenAI-compatible server ({event!r})" in str(error.value)
+
+
+def test_a_server_that_takes_too_long_is_reported_with_the_option_that_waits_longer(server):
+    server.seconds = 0.5
+    one = engine(server, timeout_seconds=0.05)
+    assert failure(one) == (
+        f"{server.url}/chat/completions: no answer within 0.05 seconds. Wait longer with --timeout SECONDS, or ask for less "
+        "with --max-new-tokens."
+    )
+
+
 def test_no_more_requests_than_the_limit_are_under_way(server):
     assert len(list(engine(server, concurrency=2).answers(requests(*"abcdefgh")))) == 8
     assert 1 <= server.most_at_once <= 2

@@ -1,6 +1,5 @@
 """The output file: lines in the `scored` format, continued after a kill, never mixed with lines of other settings."""
 
-import errno
 import json
 from pathlib import Path
 
@@ -124,21 +123,24 @@ def test_a_full_disk_ends_in_one_message_and_loses_no_line(tmp_path):
     with OutputFile(out) as file:
         file.write(record(0))
 
-        class Full:
-            def write(self, _):
-                raise OSError(errno.ENOSPC, "No space left on device")
-
-            def close(self):
-                pass
-
         file._file.close()
-        file._file = Full()
+        file._file = Path("/dev/full").open("ab")  # noqa: SIM115, closing it fails too
         with pytest.raises(DiskError) as error:
             file.write(record(1))
     assert str(error.value) == (
         f"{out}: the disk is full. Every line before is complete: free some space, and repeat the same command to continue."
     )
     assert len(out.read_text().splitlines()) == 1
+
+
+def test_a_file_without_a_line_is_removed_after_an_error_unless_it_was_there_before(tmp_path):
+    (tmp_path / "mine.jsonl").touch()
+    for name in ("mine.jsonl", "new.jsonl"):
+        with pytest.raises(DiskError), OutputFile(tmp_path / name) as file:
+            file._file.close()
+            file._file = Path("/dev/full").open("ab")  # noqa: SIM115
+            file.write(record(0))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.jsonl"]
 
 
 @pytest.mark.parametrize(

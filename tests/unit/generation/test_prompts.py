@@ -45,6 +45,14 @@ def test_a_csv_file_gives_its_column_prompt(tmp_path):
     assert (prompt.prompt, dict(prompt.row)) == ("a, b", {"kind": "x"})
 
 
+def test_a_text_file_that_is_not_utf8_is_refused_with_its_line(tmp_path):
+    file = tmp_path / "p.txt"
+    file.write_bytes(b"Hi\ncaf\xe9\n")
+    with pytest.raises(DataError) as error:
+        prompts_from(file)
+    assert str(error.value) == f"{file}: not UTF-8 at byte 3 of line 2. Save the file as UTF-8."
+
+
 @pytest.mark.parametrize(
     "row",
     [

@@ -220,6 +220,20 @@ def test_the_script_is_written_next_to_nothing_else(launch, tmp_path):
     )
 
 
+def test_a_full_disk_has_its_own_exit_code(launch, tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    assert launch(*BASE, "--out", "mine.sbatch") == (
+        7,
+        "",
+        "tandem: error: the disk is full: [Errno 28] No space left on device: 'mine.sbatch'. Free some space and run the "
+        "command again.\n",
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_errors_are_reported_before_the_job_waits_in_a_queue(launch, tmp_path):
     code, _, err = launch(*BASE, "data.train.data_path=missing.jsonl")
     assert (code, "missing.jsonl" in err) == (3, True)

@@ -9,8 +9,10 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import pytest
 from run_directories import make_run, record
 
+from tandem.cli import main as cli
 from tandem.page.listing import COLUMNS, changed_keys, list_row
 from tandem.runs import open_run
 
@@ -81,6 +83,23 @@ def test_what_is_not_a_run_is_refused(tmp_path):
     (tmp_path / "notes.html").write_text("mine")
     done = tandem("report", tmp_path / "run", "--out", tmp_path / "notes.html")
     assert (done.returncode, (tmp_path / "notes.html").read_text()) == (2, "mine")
+
+
+def test_a_full_disk_has_its_own_exit_code(tmp_path, monkeypatch, capsys):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    make_run(tmp_path / "run")
+    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr(sys, "argv", ["tandem", "report", str(tmp_path / "run"), "--out", str(tmp_path / "a.html")])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert (ended.value.code, capsys.readouterr().err) == (
+        7,
+        f"tandem: error: the disk is full: [Errno 28] No space left on device: '{tmp_path}/a.html'. Free some space and run "
+        "the command again.\n",
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_list_of_runs(tmp_path):

@@ -15,6 +15,7 @@ from shapes import model_folder
 
 from tandem.config.load import load_config
 from tandem.config.schema import Config
+from tandem.errors import ConfigError
 from tandem.planning import estimate
 from tandem.planning.cards import TABLE, card_of_device, find_card, larger_cards
 from tandem.planning.estimate import num_validations
@@ -153,6 +154,16 @@ def test_what_needs_a_gpu_is_not_suggested_for_a_cpu(models, monkeypatch):
     assert found.memory.verdict == "does not fit"
     commands = [one.command for one in found.suggestions if "--gpu" not in one.command]
     assert not any("quantization" in one or "offload" in one for one in commands)
+
+
+def test_a_price_is_refused_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError) as refused:
+        planned("dpo.max_num_steps=2", price_per_hour=4.0)
+    assert str(refused.value) == (
+        "--price-per-hour 4 has no effect without a GPU: the time of a run on a CPU is not estimated. Add --gpu NAME, or leave "
+        "it out."
+    )
 
 
 def test_the_cost_is_the_price_times_the_hours(models):

@@ -183,6 +183,18 @@ def test_quiet_prints_the_result_only(monkeypatch, capsys):
     assert (code, out.splitlines()[:2], err) == (0, ["", "Swept: run.seed"], "")
 
 
+def test_a_dry_run_checks_parallel_runs_and_trains_none(tmp_path, monkeypatch, capsys):
+    code, out, _ = command(monkeypatch, capsys, "run.seed=1,2", "dpo.max_num_steps=3", "--dry-run", "--parallel", "2")
+    assert (code, out.splitlines()[0]) == (0, "--parallel 2 has no effect on a dry run, which trains nothing.")
+    several = ("run.seed=1,2", "cluster.gpus_per_node=2", "--dry-run", "--parallel", "2")
+    code, _, err = command(monkeypatch, capsys, *several)
+    assert (code, err) == (
+        2,
+        "tandem: error: --parallel 2: a run with cluster.gpus_per_node above 1 is trained alone. Leave out one of them.\n",
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_dry_run_lists_the_runs_and_writes_nothing(tmp_path, monkeypatch, capsys):
     code, out, _ = command(monkeypatch, capsys, "run.seed=1,2", "dpo.max_num_steps=3", "--dry-run")
     assert code == 0

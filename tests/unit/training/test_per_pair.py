@@ -4,6 +4,7 @@ import errno
 import json
 from dataclasses import asdict
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from running import metrics_of, short_run
@@ -138,6 +139,12 @@ def test_a_file_of_an_earlier_measurement_is_replaced(tmp_path):
     (tmp_path / "empty.jsonl").touch()
     check_per_pair(tmp_path / "earlier.jsonl")
     check_per_pair(tmp_path / "empty.jsonl")
+
+
+def test_a_device_is_refused():
+    with pytest.raises(ConfigError) as error:
+        check_per_pair(Path("/dev/null"))
+    assert str(error.value) == "--per-pair /dev/null: not a plain file. Give the name of a file."
 
 
 def test_a_finished_run_is_measured_with_its_last_checkpoint(run, tmp_path):

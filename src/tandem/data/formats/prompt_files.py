@@ -51,8 +51,12 @@ def wording_of(keys: DatasetFields, source: str) -> Wording:
 
 
 def why_unreadable(error: OSError | UnicodeDecodeError) -> str:
-    """Return why a file could not be read, without the error number and the file name that str(error) includes."""
-    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+    """Return why a text file could not be read and what to do, as two sentences after the name of the file."""
+    if isinstance(error, OSError):
+        return f"cannot be read ({error.strerror or error}). Check the path."
+    line = error.object.count(b"\n", 0, error.start) + 1
+    at = error.start - (error.object.rfind(b"\n", 0, error.start) + 1)
+    return f"not UTF-8 at byte {at} of line {line}. Save the file as UTF-8."
 
 
 def read_text_file(file: Path) -> str:
@@ -68,4 +72,4 @@ def _read(file: str | None, place: str) -> str | None:
     try:
         return read_text_file(Path(file)).removesuffix("\n")  # editors add a final newline
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{place}: cannot be read ({why_unreadable(error)}). Check the path.") from None
+        raise ConfigError(f"{place}: {why_unreadable(error)}") from None

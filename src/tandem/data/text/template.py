@@ -353,9 +353,7 @@ def make_template(tokenizer: Any, config: TokenizerConfig) -> Template:
         try:
             source = read_text_file(Path(given))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"policy.tokenizer.chat_template = {given}: cannot be read ({why_unreadable(error)}). Check the path."
-            ) from None
+            raise ConfigError(f"policy.tokenizer.chat_template = {given}: {why_unreadable(error)}") from None
     else:
         raise ConfigError(
             f"policy.tokenizer.chat_template = {given!r}: not a known value. Set default, null (raw text), or a file ending in "

@@ -16,7 +16,7 @@ from tandem.config.load import LoadedConfig
 from tandem.config.schema import Config
 from tandem.config.source.yaml_text import YamlLimitError, read_own_yaml
 from tandem.config.validation import flatten
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import CheckpointError, ConfigError, full_disk, writing
 from tandem.storage.cache import fingerprint, is_export, real_path
 from tandem.storage.ownership import open_own, refuse_other_than_file, refuse_other_than_folder
 from tandem.terminal.arguments import option, setting
@@ -304,6 +304,8 @@ def locked(run: Path, key: str = "run.dir") -> Iterator[None]:
         run.mkdir(parents=True, exist_ok=True)
         file = open_own(run / "lock", "a+")
     except OSError as error:
+        if full_disk(error):
+            raise
         raise ConfigError(
             f"{setting(key, run)}: cannot be written ({error.strerror}). Choose another {name}."
         ) from None
@@ -319,9 +321,10 @@ def locked(run: Path, key: str = "run.dir") -> Iterator[None]:
             raise CheckpointError(
                 f"{run}/lock: not written by tandem, which stores its process id in a file of that name. Move the file elsewhere."
             )
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+        with writing(run / "lock"):
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
         yield
 
 
