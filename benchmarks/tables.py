@@ -166,6 +166,7 @@ def hybrids(records: list[Record]) -> str:
 
 TABLES: dict[str, Callable[[list[Record]], str]] = {
     "versus_trl": versus_trl,
+    "adapters": versus_trl,
     "train": train,
     "gains": gains,
     "curve": curve,
