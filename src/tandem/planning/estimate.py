@@ -107,15 +107,16 @@ def outline(inputs: Inputs, target: Target, size: ModelSize, layers: Layers) -> 
     no_time = _why_no_time(machine, target)
     several, pace = None, ALONE
 
-    def seconds(some: Work) -> float:  # on one GPU
+    def seconds(some: Work, num_updates: int = 0) -> float:  # on one GPU
         assert target.card is not None
         tokens = length * together // mesh.context
-        return training_seconds(size, some, tokens, inputs.config, target.card) if some.tokens else 0.0
+        given = (size, some, tokens, inputs.config, target.card)
+        return training_seconds(*given, num_updates=num_updates) if some.tokens else 0.0
 
     if shared:
         links = target.options.links(target.card, target.gpus)
         sent = sent_per_step(inputs.config, machine, layers, shared)
-        step = None if no_time else seconds(work) / planned.num_steps
+        step = None if no_time else seconds(work, planned.num_steps) / planned.num_steps
         several, pace = combined(sent, shared, machine, gpus=target.gpus, links=links, one_gpu_seconds=step)
     copied = need.parts.all_states if inputs.config.policy.optimizer.offload else 0.0
     # States arrive and leave at the same time.
@@ -211,11 +212,11 @@ def _time_need(
     size: ModelSize,
     target: Target,
     *,
-    seconds: Callable[[Work], float],
+    seconds: Callable[..., float],
     pace: Pace,
     copying: float,
 ) -> TimeNeed:
-    """`seconds`: of training on some work, on one GPU. `copying`: seconds of a step for copies of optimizer states."""
+    """`seconds`: of training on some work with so many updates, on one GPU. `copying`: of optimizer states, seconds per step."""
     config, card = inputs.config, target.card
     assert card is not None
 
@@ -225,7 +226,7 @@ def _time_need(
     def about(number: float) -> Range:
         return time_range(number, size, card, is_several=target.gpus.total > 1)
 
-    trained = seconds(work) * pace.training + planned.num_steps * copying
+    trained = seconds(work, planned.num_steps) * pace.training + planned.num_steps * copying
     nothing = Work(tokens=0, scored=0)
     sets = [(packer, _validation_pairs(packer, config)) for packer in planned.validation.values()]
     complete = [_work(packer, np.arange(len(packer.store)), size, work.fill) for packer, _ in sets]

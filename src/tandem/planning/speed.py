@@ -5,19 +5,20 @@ The measurements are in benchmarks/results; `tests/unit/planning/test_speed.py` 
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from tandem.config.schema import Config
 from tandem.model.architecture import NUMBERS_OF_EXPERTS, architecture_of, decoder_layers, has_layer_list
 from tandem.planning.cards import Card, find_card
-from tandem.training.memory import BUSY_TOKENS_TIMES_WEIGHTS
 
 MEASURED_CARD = find_card("h200-141gb")
 # Useful operations per second as a share of the card's peak, by number of weights, with rows that keep the GPU busy.
-MEASURED_SHARES = ((0.5e9, 0.45), (1.5e9, 0.54), (8e9, 0.62))
-# With rows of half of BUSY_TOKENS_TIMES_WEIGHTS, 1.5 billion weights reached 0.88 of the speed; far below it, the host sets the
-# speed, which is then proportional to the row length.
-FULLY_BUSY = 0.6  # share of BUSY_TOKENS_TIMES_WEIGHTS from which a GPU is busy
+MEASURED_SHARES = ((0.135e9, 0.345), (0.5e9, 0.45), (1.5e9, 0.54), (8e9, 0.62))
+# The host starts the kernels of a row, layer by layer, and updates the weights. Where rows are short, that takes longer than the
+# kernels. The second number is from a training run of SmolLM2-135M, whose steps have one row each.
+HOST_SECONDS_PER_LAYER, HOST_SECONDS_PER_UPDATE = 2.17e-3, 0.04
+HOST_OVERLAP = 8  # the norm in which both times add up: 1 would be their sum, infinity the longer one
 # Speed with a setting, compared with the speed without it.
 RECOMPUTED_SPEED = {"none": 1.0, "selective": 0.91, "full": 0.82}
 INT8_STATES_SPEED = 0.98
@@ -45,6 +46,7 @@ class ModelSize:
     hidden: int
     vocabulary: int
     scans: float = 0.0  # share of the layers that have a recurrent scan
+    num_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,20 +103,27 @@ def size_of(model: Any) -> ModelSize:
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     architecture = architecture_of(model.config, type(model))
     recurrent = sum(one in ("recurrent", "both") for one in architecture.layers or ()) if architecture.scan else 0
-    return ModelSize(num_weights, num_trunk, text.hidden_size, text.vocab_size, scans=recurrent / len(layers))
+    return ModelSize(
+        num_weights, num_trunk, text.hidden_size, text.vocab_size, recurrent / len(layers), num_layers=len(layers)
+    )
 
 
-def training_seconds(size: ModelSize, work: Work, row_tokens: int, config: Config, card: Card) -> float:
-    """Return the expected seconds of training on `work`. `row_tokens`: tokens of a micro-batch."""
+def training_seconds(
+    size: ModelSize, work: Work, row_tokens: int, config: Config, card: Card, *, num_updates: float = 0.0
+) -> float:
+    """Return the expected seconds of training on `work`. `row_tokens`: tokens of a micro-batch. `num_updates`: of the weights."""
     policy = config.policy
-    share = _busy_share(size.num_weights) * _host_limit(size, row_tokens, card)
+    share = _busy_share(size.num_weights)
     speed = RECOMPUTED_SPEED[policy.activation_checkpointing]
     speed *= INT8_STATES_SPEED if policy.optimizer.state_dtype == "int8" else 1.0
     speed *= LORA_SPEED if policy.lora.enabled else 1.0
     speed *= DETERMINISTIC_SPEED if config.run.deterministic else 1.0
     assert card.tflops is not None
-    computed = useful_flops(size, work) * (work.attention + SCAN_TIME * size.scans) / work.fill
-    return computed / (share * speed * card.tflops * 1e12)
+    operations = useful_flops(size, work) * (work.attention + SCAN_TIME * size.scans) / work.fill
+    computed = operations / (share * speed * card.tflops * 1e12)
+    rows = work.tokens / work.fill / row_tokens
+    started = rows * size.num_layers * HOST_SECONDS_PER_LAYER + num_updates * HOST_SECONDS_PER_UPDATE
+    return (computed**HOST_OVERLAP + started**HOST_OVERLAP) ** (1 / HOST_OVERLAP)
 
 
 def time_range(seconds: float, size: ModelSize, card: Card, *, is_several: bool = False) -> Range:
@@ -135,15 +144,8 @@ def _busy_share(num_weights: float) -> float:
     """Interpolate MEASURED_SHARES over the logarithm of the number of weights. Larger models than measured get the last one."""
     logs = [(math.log(num), share) for num, share in MEASURED_SHARES]
     x = math.log(num_weights)
-    (x0, y0), (x1, y1) = logs[:2] if x < logs[1][0] else logs[1:]
+    (x0, y0), (x1, y1) = next((pair for pair in pairwise(logs) if x < pair[1][0]), logs[-2:])
     return max(0.1, min(logs[-1][1], y0 + (y1 - y0) * (x - x0) / (x1 - x0)))
-
-
-def _host_limit(size: ModelSize, row_tokens: int, card: Card) -> float:
-    """Return the share of the time in which the GPU does not wait for the host. A faster card needs longer rows."""
-    faster = (card.tflops or 0) / (MEASURED_CARD.tflops or 1)
-    busy = row_tokens * size.num_weights / (BUSY_TOKENS_TIMES_WEIGHTS * faster)
-    return min(1.0, busy / FULLY_BUSY)
 
 
 def _num_experts(text: Any) -> int | None:

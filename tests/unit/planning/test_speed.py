@@ -12,6 +12,8 @@ from tandem.model.load import empty_model
 from tandem.planning.cards import Card, find_card
 from tandem.planning.speed import (
     COMPUTED_RANGE,
+    HOST_SECONDS_PER_LAYER,
+    HOST_SECONDS_PER_UPDATE,
     MEASURED_RANGE,
     ModelSize,
     Range,
@@ -61,7 +63,11 @@ def sizes(tmp_path_factory) -> dict[str, ModelSize]:
 def test_the_sizes_of_a_model_are_those_of_its_layers(sizes):
     layer = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336 + 2 * 4096
     assert sizes["llama3.1-8b"] == ModelSize(
-        num_weights=32 * layer + 2 * 128_256 * 4096 + 4096, num_trunk=32 * layer, hidden=4096, vocabulary=128_256
+        num_weights=32 * layer + 2 * 128_256 * 4096 + 4096,
+        num_trunk=32 * layer,
+        hidden=4096,
+        vocabulary=128_256,
+        num_layers=32,
     )
 
 
@@ -86,20 +92,30 @@ def test_work_adds_up_by_tokens_and_positions():
 
 
 def seconds_on(card: Card, row_tokens: int = 16384, **policy) -> float:
-    size = ModelSize(num_weights=1_500_000_000, num_trunk=1_300_000_000, hidden=1536, vocabulary=151_936)
+    size = ModelSize(1_500_000_000, num_trunk=1_300_000_000, hidden=1536, vocabulary=151_936, num_layers=28)
     config = Config.model_validate({"policy": policy})
     return training_seconds(size, Work(tokens=1e6, scored=5e5), row_tokens, config, card)
 
 
 def test_a_card_with_half_the_peak_takes_twice_as_long():
     whole, half = Card("a", 1, 800.0), Card("b", 1, 400.0)
-    assert seconds_on(half) == pytest.approx(2 * seconds_on(whole))
+    assert seconds_on(half) == pytest.approx(2 * seconds_on(whole), rel=0.001)
 
 
 def test_rows_that_are_too_short_to_keep_the_gpu_busy_cost_time():
+    """The host starts the kernels of each row, in a time that does not depend on its length."""
     card = find_card("h200-141gb")
-    assert seconds_on(card, 1024) == pytest.approx(2 * seconds_on(card, 2048))
-    assert seconds_on(card, 16384) == seconds_on(card, 32768)
+    rows = 1e6 / 1024
+    assert seconds_on(card, 1024) == pytest.approx(rows * 28 * HOST_SECONDS_PER_LAYER, rel=0.01)
+    assert seconds_on(card, 1024) == pytest.approx(2 * seconds_on(card, 2048), rel=0.01)
+    assert seconds_on(card, 16384) == pytest.approx(seconds_on(card, 32768), rel=0.001)
+
+
+def test_updates_cost_time_where_the_host_sets_the_speed():
+    card, size = find_card("h200-141gb"), ModelSize(10**8, 10**8, 512, 1000, num_layers=30)
+    work, config = Work(tokens=1024, scored=512), Config()
+    alone, updated = (training_seconds(size, work, 1024, config, card, num_updates=num) for num in (0, 1))
+    assert updated - alone == pytest.approx(HOST_SECONDS_PER_UPDATE, rel=0.01)
 
 
 def test_the_range_is_wider_where_nothing_was_measured():
