@@ -227,6 +227,7 @@ def test_a_stop_in_the_reference_pass_leaves_no_incomplete_cache(tmp_path, monke
     assert len(metrics_of(short_run(tmp_path / "run", *settings))) == 5
 
 
+@pytest.mark.usefixtures("of_a_command")
 def test_the_last_checkpoint_is_named_when_a_run_stops(tmp_path, monkeypatch, capsys):
     with signalled(monkeypatch, trainer, "train_step", 3, signal.SIGINT), pytest.raises(StoppedError):
         short_run(tmp_path / "run", *SETTINGS)
