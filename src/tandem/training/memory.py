@@ -111,7 +111,9 @@ def estimate_memory(
             width = source.config.get_text_config().hidden_size
             per_token += (width + len(lora.tokens.ids)) * _itemsize(precision)
     per_token = (per_token + _recurrent_bytes_per_token(source.config, policy, precision, device)) / mesh.context
-    head = _head_bytes(source.config.get_text_config(), lora) if device.type == "cuda" else 0
+    head = (
+        _head_bytes(source.config.get_text_config(), trains=_trains_head(model, lora)) if device.type == "cuda" else 0
+    )
     parts = _fixed_memory(num, policy, lora, precision, mesh)
     gathered = 0.0
     if mesh.num_ranks > 1:
@@ -323,9 +325,17 @@ def _bytes_per_token(config: Any, policy: PolicyConfig, precision: str) -> float
     return config.num_hidden_layers * KEPT_SHARE[policy.activation_checkpointing] * kept * _itemsize(precision)
 
 
-def _head_bytes(config: Any, lora: LoraPlan | None) -> float:
-    """Return the bytes of a chunk of logits, and of the head's gradient of one row, which is in float32 until it is added."""
-    return LOGITS_BYTES + (4 * config.vocab_size * config.hidden_size if lora is None else 0)
+def _head_bytes(config: Any, *, trains: bool) -> float:
+    """Return the bytes of a chunk of logits, and of the gradient of a trained head in one row, in float32 until it is added."""
+    return LOGITS_BYTES + (4 * config.vocab_size * config.hidden_size if trains else 0)
+
+
+def _trains_head(model: Any, lora: LoraPlan | None) -> bool:
+    """Whether the head is trained: without adapters, or by `policy.lora.modules_to_save`."""
+    if lora is None:
+        return True
+    head, saved = model.get_output_embeddings(), lora.saved.parameters
+    return head is not None and any(one is head.weight for name, one in model.named_parameters() if name in saved)
 
 
 def _itemsize(precision: str) -> int:

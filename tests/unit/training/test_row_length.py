@@ -10,11 +10,13 @@ from transformers import AutoConfig
 
 from tandem.config.load import load_config
 from tandem.config.sections.parallel import Parallel
-from tandem.config.sections.policy import Optimizer, Packing, Policy
+from tandem.config.sections.policy import Lora, Optimizer, Packing, Policy
 from tandem.data.store.sets import no_bar
 from tandem.errors import ConfigError, OutOfMemoryError
 from tandem.model.distributed.mesh import MeshShape
 from tandem.model.files.source import ModelSource
+from tandem.model.lora.layers import plan_lora
+from tandem.model.lora.saved import SavedModules
 from tandem.model.lora.tokens import TrainedTokens
 from tandem.prepare import prepare_data
 from tandem.report.choices import describe_choices, describe_computation
@@ -260,10 +262,24 @@ def test_sharded_weights_need_the_memory_that_was_measured(keeps_gathered):
     assert peaks
 
 
+@pytest.mark.parametrize(("shape", "saved"), [("8B", ["lm_head"]), ("1.5B", ["lm_head", "embed_tokens"])])
+def test_a_head_that_is_trained_beside_adapters_needs_memory_for_its_gradient(shape, saved):
+    def head(modules):
+        policy = Policy(lora=Lora(enabled=True, modules_to_save=modules))
+        lora = plan_lora(source_of(shape), policy.lora, torch.device("cuda"), "bfloat16")
+        return need_of(shape, policy, lora=lora).head
+
+    config = source_of(shape).config
+    assert head(saved) - head([]) == 4 * config.vocab_size * config.hidden_size
+    assert head(["norm"]) == head([])
+
+
 @pytest.mark.parametrize(("quantization", "shared"), [(None, 2.0), ("nf4", 0.0)])
 def test_quantised_weights_are_not_sharded(quantization, shared):
     sizes = {"num_frozen": 10**9, "num_trained": 10**6, "num_magnitudes": 0, "num_in_experts": 0}
-    lora = SimpleNamespace(**sizes, quantization=quantization, dtype=torch.bfloat16, tokens=TrainedTokens())
+    lora = SimpleNamespace(
+        **sizes, quantization=quantization, dtype=torch.bfloat16, tokens=TrainedTokens(), saved=SavedModules()
+    )
     one, two = (need_of("1.5B", Policy(), num_ranks, lora).fixed for num_ranks in (1, 2))
     adapters = 10**6 * (18 - 16 / 2)  # of two ranks each keeps half, and no copy
     assert one - two == pytest.approx(10**9 * shared / 2 + adapters)
