@@ -14,6 +14,7 @@ benchmark whose option (--model, --tokenizer, --data) or package is missing is l
 import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -41,7 +42,7 @@ class Job:
 
 
 def _job(part: int, seconds: int, name: str, line: str, *packages: str, python: str = "{python}") -> Job:
-    script, *words = line.split()
+    script, *words = shlex.split(line)
     return Job(name, part, seconds, (python, str(HERE / script), *words), packages)
 
 
@@ -51,6 +52,8 @@ FEW_BITS = "--weights bfloat16_stochastic --state-dtype bfloat16"
 RUN = "--tokenizer {tokenizer} --data {data}"
 UNSLOTH = "unsloth_steps.py --shape llama3.1-8b --steps 2 --repeats 3 --lora 16"
 BFLOAT16 = "policy.weights=bfloat16_stochastic policy.optimizer.state_dtype=bfloat16"
+GRANITE = "hybrids.py --shape granite4-h-1b --pairs 128 --pack-length 16384"
+EAGER = "'packed, not compiled' 'a pair per row'"
 NF4 = "policy.lora.enabled=true policy.lora.quantization=nf4 policy.activation_checkpointing=full"
 SMALL = "policy.weights=bfloat16_stochastic policy.optimizer.state_dtype=int8 policy.activation_checkpointing=selective"
 JOBS = [
@@ -84,8 +87,9 @@ JOBS = [
         f"limited.py --shape llama3.1-8b --limit-gib 16 {RUN} {NF4} policy.packing.pack_length=8192",
         "bitsandbytes",
     ),
-    _job(5, 300, "hybrid granite", "hybrids.py --shape granite4-h-1b --pairs 128 --pack-length 16384 --rows 4", "fla"),
-    _job(5, 260, "hybrid qwen3.5", "hybrids.py --shape qwen3.5-2b --pairs 128 --pack-length 16384 --rows 4", "fla"),
+    _job(5, 200, "hybrid granite", f"{GRANITE} --rows 8 --ways packed {EAGER}", "fla"),
+    _job(5, 240, "hybrid granite unpacked", f"{GRANITE} --rows 1 --steps 1 --ways unpacked", "fla"),
+    _job(5, 200, "hybrid qwen3.5", "hybrids.py --shape qwen3.5-2b --pairs 128 --pack-length 16384 --rows 4", "fla"),
     _job(6, 60, "135m 49152", f"{TRAIN} --shape smollm2-135m --pack-length 49152 --repeats 3 --profile"),
     _job(6, 150, "olmoe", f"{TRAIN} --shape olmoe-1b-7b --pack-length 16384 --steps 3 {FEW_BITS} --profile"),
     _job(

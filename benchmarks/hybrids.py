@@ -3,10 +3,11 @@
     python benchmarks/hybrids.py --shape granite4-h-1b --pairs 128 --pack-length 16384 --rows 16
     python benchmarks/hybrids.py --shape qwen3.5-2b --pairs 128 --pack-length 16384 --rows 16
 
-Unpacked, every sequence is a row, sorted by length and padded as `policy.packing.mode=none` does it; --rows is the number of
-pairs that go through the model together. If they do not fit in memory, half as many are tried, and so on. Each way runs in its
-own process. Prints a table, how the recurrent layers were computed, and one JSON object per way. The times are meaningful only on
-a GPU.
+"A pair per row" computes with the kernels of packs, but every row holds one pair, with its prompt twice, and filler: this shows
+what packing and shared prompts gain. Unpacked, every sequence is a row, sorted by length and padded as
+`policy.packing.mode=none` does it, in the operations of transformers. --rows is the number of pairs that go through the model
+together in these two ways. If they do not fit in memory, half as many are tried, and so on. Each way runs in its own process.
+Prints a table, how the recurrent layers were computed, and one JSON object per way. The times are meaningful only on a GPU.
 """
 
 import argparse
@@ -22,13 +23,31 @@ from train import Bench, parsed, prepared
 
 from tandem.model.distributed.process_group import leave_process_group
 from tandem.model.recurrent.outlook import describe_recurrent_layers
+from tandem.packing.distribution import Round
+from tandem.packing.layout import IntArray
 from tandem.packing.packer import Packer, row_lengths
 
 WAYS = {
     "packed": [],
     "packed, not compiled": ["--no-compile"],
+    "a pair per row": ["--no-compile", "--no-sharing"],
     "unpacked": ["--mode", "none", "--no-compile"],
 }
+
+
+class PairPerRow(Packer):
+    """Puts every preference into a row of its own."""
+
+    def rounds(self, preferences: IntArray, bounds: IntArray | None = None) -> list[Round]:
+        return super().rounds(preferences, np.arange(len(preferences) + 1))
+
+
+def padded_packer(bench: Bench, rows: int) -> Packer:
+    """A packer of rows with one preference each, `rows` of similar length at a time."""
+    packer = bench.packer
+    return PairPerRow(
+        packer.store, packer.sizes, row_lengths(int(packer.sizes.max())), "repeated", rows, packer.algorithm
+    )
 
 
 def unpacked_packer(bench: Bench, rows: int) -> Packer:
@@ -50,6 +69,8 @@ def measure(way: str, o: argparse.Namespace) -> None:
     cuda = bench.device.type == "cuda"
     if way == "unpacked":
         bench.packer = unpacked_packer(bench, o.rows)
+    elif way == "a pair per row":
+        bench.packer = padded_packer(bench, o.rows)
     else:
         bench.compile()
     if cuda:
@@ -98,7 +119,7 @@ def main() -> None:
     results = []
     for way in o.ways:
         rows = o.rows
-        while (child := run(way, rows)).returncode and way == "unpacked" and rows > 1:
+        while (child := run(way, rows)).returncode and way in ("a pair per row", "unpacked") and rows > 1:
             rows //= 2
             print(f"{way:>22}  failed, see above; next with --rows {rows}", flush=True)
         if child.returncode:

@@ -154,7 +154,7 @@ def hybrids(records: list[Record]) -> str:
     rows = [
         [
             HYBRIDS[one["shape"]],
-            one["way"] + (f", {one['rows']} pairs at a time" if one["way"] == "unpacked" else ""),
+            one["way"] + (f", {one['rows']} pairs at a time" if one["way"] in ("a pair per row", "unpacked") else ""),
             f"{one['pairs_per_second']:.1f}",
             f"{one['unique_tokens_per_second']:,}",
             f"{one['peak_gib']:.1f}",
