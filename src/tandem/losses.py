@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tandem.config.sections.dpo import Dpo
+from tandem.config.validation import validate
 from tandem.errors import ConfigError
 from tandem.loss.declare import BETA, DECLARED, USER_DECLARES, declare_user_loss, loss_of
 from tandem.loss.losses import LOSSES
@@ -88,7 +89,7 @@ def compute(
     from tandem.loss.pairs import PairSums
 
     def both(one: Any, other: Any, default: float) -> ChosenRejected:
-        given = [torch.as_tensor(values, dtype=policy.dtype) if values is not None else None for values in (one, other)]
+        given = [None if values is None else _tensor(values).to(policy.dtype) for values in (one, other)]
         if any(values is not None and values.shape != policy.shape for values in given):
             raise ConfigError(f"every argument needs one number for each of the {len(policy)} pairs.")
         made = [torch.full_like(policy, default) if values is None else values for values in given]
@@ -104,7 +105,7 @@ def compute(
         num_tokens=both(num_tokens_chosen, num_tokens_rejected, 1.0),
         columns={"score": both(scores_chosen, scores_rejected, float("nan"))} if scores_chosen is not None else {},
     )
-    dpo = Dpo.model_validate({"preference_loss": name, BETA: beta, **settings})
+    dpo = _settings_of({"preference_loss": name, BETA: beta, **settings})
     return combined_losses(pairs_from_sums(sums, dpo), dpo)
 
 
@@ -136,6 +137,14 @@ def _named(loss: str | Callable[..., Any]) -> str:
     return name
 
 
+def _settings_of(keys: dict[str, Any]) -> Dpo:
+    """Return section dpo with these keys. Raise ConfigError, in the words of `compute`, for those that are not valid."""
+    try:
+        return validate({"dpo": keys}, {"dpo": "losses.compute"}, {}).dpo
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(f"dpo.{BETA}", "beta").replace("dpo.", "")) from None
+
+
 def _refuse_unknown(name: str) -> None:
     if name not in LOSSES:
         raise ConfigError(f"{name}: not a loss. Use one of {', '.join(LOSSES)}.")
@@ -144,9 +153,12 @@ def _refuse_unknown(name: str) -> None:
 def _tensor(values: Any) -> "Tensor":
     import torch
 
-    found = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.float64)
-    if found.dim() != 1:
-        raise ConfigError("chosen and rejected need one number for each pair: a list, or a tensor of one dimension.")
+    try:
+        found = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        found = None
+    if found is None or found.dim() != 1:
+        raise ConfigError("every argument needs one number for each pair: a list, or a tensor of one dimension.")
     return found
 
 

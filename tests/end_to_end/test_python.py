@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,6 +97,20 @@ def test_a_loss_of_the_users_own_trains_and_is_compared_on_resume(tmp_path, monk
         ConfigError, match=r"names Python code, which would be run\. If you trust it, add allow_code=True"
     ):
         tandem.evaluate(half, ROWS[:4])
+
+
+def test_a_second_interrupt_stops_at_once_and_the_same_call_resumes(tmp_path):
+    def interrupt_twice(record):
+        if record["step"] == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        quick(tmp_path / "run", "checkpointing.save_period=2", callbacks=[SimpleNamespace(on_step=interrupt_twice)])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    resumed = quick(tmp_path / "run", "checkpointing.save_period=2")
+    assert resumed.last_step == 4 and not dist.is_initialized()
+    assert losses_of(resumed) == losses_of(quick(tmp_path / "whole"))
 
 
 def test_a_stopped_run_is_resumed_by_the_same_call(tmp_path):

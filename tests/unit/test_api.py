@@ -180,6 +180,19 @@ def test_rows_are_stored_by_content(tmp_path, monkeypatch):
     assert sorted(path.suffix for path in (tmp_path / "rows").iterdir()) == [".jsonl", ".jsonl"]  # no temporary files
 
 
+def test_rows_that_are_stored_at_the_same_time_stay_apart(tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
+    between = []
+
+    def slowly(row):
+        yield row
+        between.append(store_rows("rows", [{"prompt": "other"}]))
+
+    assert json.loads(store_rows("rows", slowly({"prompt": "mine"})).read_text()) == {"prompt": "mine"}
+    assert json.loads(between[0].read_text()) == {"prompt": "other"}
+    assert len(list((tmp_path / "rows").iterdir())) == 2
+
+
 @pytest.mark.parametrize(
     ("rows", "kind", "message"),
     [
@@ -209,6 +222,8 @@ def test_rows_that_are_refused(rows, kind, message):
 def test_messages_name_rows_as_python_does():
     files = {"rows": Path("/cache/rows/ab.jsonl")}
     assert with_places("/cache/rows/ab.jsonl:3: empty; /cache/rows/ab.jsonl: bad", files) == "rows[2]: empty; rows: bad"
+    other = f"/cache/rows/{'a1' * 16}.jsonl"
+    assert with_places(f"'{other}' there, '/cache/rows/ab.jsonl' now", files) == "'other rows' there, 'rows' now"
 
 
 class Recorder:
@@ -328,6 +343,15 @@ def test_losses_are_listed_described_and_computed():
     assert chosen.grad.tolist() == pytest.approx([-0.1])
     with pytest.raises(ConfigError, match="dpo needs a reference"):
         tandem.losses.compute("dpo", chosen=[-1.0], rejected=[-2.0])
+    for wrong, message in {
+        "betta=3": r"losses\.compute: unknown key betta\. Did you mean beta\?",
+        "beta=-1": r"losses\.compute: beta = -1: input should be greater than 0\.$",
+        "chosen=['x']": "every argument needs one number for each pair",
+        "reference_chosen='a'": "every argument needs one number for each pair",
+        "rejected=[1.0, 2.0]": "every argument needs one number for each of the 1 pairs",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            tandem.losses.compute("dpo", **(pair | eval(f"dict({wrong})")))
     with pytest.raises(ConfigError, match=r"sigmoidal: not a loss\. Use one of dpo, sigmoid"):
         tandem.losses.describe("sigmoidal")
     with pytest.raises(ConfigError, match="needs_refrence: not a property of losses"):

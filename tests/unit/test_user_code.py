@@ -342,7 +342,7 @@ EXPECTED = "not a preference. Return a dict with prompt, chosen and rejected, or
         ("return [row]", "bad", f"mine.py:f returned a list, {EXPECTED}"),
         ("return {'prompt': 'Hi'}", "bad", f"mine.py:f returned the keys prompt, {EXPECTED}"),
         ("return row['no']", "bad", "mine.py:f fails with KeyError: 'no'."),
-        ("return None", "filtered", "mine.py:f returned None."),
+        ("return None", "filtered", "mine.py:f returned None, which leaves the row out."),
     ],
 )
 def test_what_a_format_must_not_return(body, kind, message):

@@ -5,16 +5,18 @@ So they get the same checks, limits and caches as a file. The same rows have the
 
 import hashlib
 import json
-import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from tandem.data.read.sources import kind_of
 from tandem.errors import ConfigError, DataError, TandemError
 from tandem.storage.cache import cache_dir, check_cache_dir, replacing
 
+NAME_DIGITS = 32  # of the hash of rows, in the name of their file
 Rows = Iterable[Mapping[str, Any]]
 
 
@@ -27,7 +29,7 @@ def store_rows(name: str, rows: Rows) -> Path:
     folder = cache_dir() / "rows"
     folder.mkdir(parents=True, exist_ok=True)
     digest, num_rows = hashlib.sha256(), 0
-    unnamed = folder / f"unnamed-{os.getpid()}.jsonl"
+    unnamed = folder / f"unnamed-{uuid4().hex}.jsonl"  # other threads may store rows meanwhile
     try:
         with replacing(unnamed, binary=True) as file:
             for row in rows:
@@ -37,7 +39,7 @@ def store_rows(name: str, rows: Rows) -> Path:
                 num_rows += 1
             if num_rows == 0:
                 raise DataError(f"{name} has no rows. An iterator may have been read to its end before.")
-        return unnamed.replace(folder / f"{digest.hexdigest()[:32]}.jsonl")
+        return unnamed.replace(folder / f"{digest.hexdigest()[:NAME_DIGITS]}.jsonl")
     finally:
         unnamed.unlink(missing_ok=True)
 
@@ -89,6 +91,8 @@ def with_places(message: str, files: Mapping[str, Path]) -> str:
         parts = message.split(f"{path}:")
         message = parts[0] + "".join(_with_place(name, path, part) for part in parts[1:])
         message = message.replace(str(path), name)
+    for folder in {path.parent for path in files.values()}:  # of a run with other rows
+        message = re.sub(rf"{re.escape(str(folder))}/[0-9a-f]{{{NAME_DIGITS}}}\.jsonl", "other rows", message)
     return message
 
 

@@ -25,7 +25,9 @@ def converted(row: SourceRow, name: str) -> tuple[SourceRow, str]:
     except Exception as error:
         raise RowError(row.place, REASON, f"{name} fails with {type(error).__name__}: {one_line(error)}.") from None
     if made is None:
-        raise RowError(row.place, "left out by the format", f"{name} returned None.", kind="filtered")
+        raise RowError(
+            row.place, "left out by the format", f"{name} returned None, which leaves the row out.", kind="filtered"
+        )
     if not isinstance(made, Mapping) or not all(isinstance(key, str) for key in made):
         raise RowError(row.place, REASON, f"{name} returned {kind_of(made)}, {_expected()}")
     found = SourceRow(_plain(made), row.file, row.line)

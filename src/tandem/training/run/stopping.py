@@ -10,6 +10,7 @@ from typing import Any
 
 from tandem.errors import StoppedError, Terminated
 from tandem.isolation import LAUNCHER
+from tandem.terminal.arguments import in_command
 
 # SIGHUP is sent when a terminal closes; SIGUSR1 by job schedulers shortly before the time limit.
 SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129, signal.SIGUSR1: 138}
@@ -82,7 +83,9 @@ class Stopping:
 def stopped_by_signals(
     stopping: Stopping, *, alone: bool = True, prints: bool = True, saves: bool = True
 ) -> Iterator[None]:
-    """A context in which Ctrl-C, SIGTERM and similar signals request a stop. A second signal ends the process at once.
+    """A context in which Ctrl-C, SIGTERM and similar signals request a stop. A second signal stops at once.
+
+    It ends the process of a command. In a call from Python, it does what it did before the call: Ctrl-C raises KeyboardInterrupt.
 
     `alone`: whether there is only one rank. With several ranks, a second signal is ignored, because torchrun forwards signals
     that the ranks have already received; tandem, if it started the ranks, kills them instead. `prints`: whether this rank prints
@@ -95,7 +98,10 @@ def stopped_by_signals(
     def handle(number: int, _: Any) -> None:
         stopping.request(signal.Signals(number).name, SIGNALS[signal.Signals(number)])
         for one in before:
-            signal.signal(one, signal.SIG_DFL if alone else signal.SIG_IGN)
+            at_once = (
+                signal.SIG_DFL if in_command() else before[one] or signal.SIG_DFL
+            )  # a call from Python must not end its process
+            signal.signal(one, at_once if alone else signal.SIG_IGN)
         if alone and stopping.stops_at_once:
             raise Terminated
         if prints:
