@@ -147,10 +147,8 @@ def test_a_file_that_is_a_list_is_refused(write):
 
 def test_a_file_that_is_not_utf8_is_refused(tmp_path):
     file = tmp_path / "a.yaml"
-    file.write_bytes(b"run: {name: \xff}")
-    assert refusal(str(file)) == (
-        f"{file}: not readable as YAML: 'utf-8' codec can't decode byte 0xff in position 12: invalid start byte"
-    )
+    file.write_bytes(b"run:\n  name: \xff\n")
+    assert refusal(str(file)) == f"{file}: not UTF-8 at byte 8 of line 2. Save the file as UTF-8."
 
 
 def test_an_empty_file_gives_the_defaults(write):

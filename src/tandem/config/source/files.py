@@ -59,6 +59,8 @@ def _read(path: Path, above: tuple[Path, ...], known: dict[Path, TreeAndOrigins]
         raise ConfigError(f"{path}: no such configuration file{listed_in(above[-1] if above else None)}.") from None
     except YamlLimitError as error:
         raise ConfigError(f"{path}: {error} Is it a configuration file?") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: {_where_not_utf8(path)}. Save the file as UTF-8.") from None
     except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {one_line(error)}") from None
     if not isinstance(loaded, dict):
@@ -78,6 +80,16 @@ def _read(path: Path, above: tuple[Path, ...], known: dict[Path, TreeAndOrigins]
         origins |= below_origins
     known[path] = merge(tree, loaded), origins | dict.fromkeys(flatten(loaded), str(path))
     return known[path]
+
+
+def _where_not_utf8(path: Path) -> str:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                return f"not UTF-8 at byte {error.start} of line {number}"
+    return "not UTF-8"
 
 
 def _listed_file(path: Path, name: str) -> Path:
