@@ -19,7 +19,7 @@ from slurm_stub import JOB_ID, install
 TANDEM = [sys.executable, "-P", "-m", "tandem"]
 TORCHRUN = [sys.executable, "-P", "-m", "torch.distributed.run"]
 MANIFEST = Path(__file__).parents[2] / "examples/kubernetes.yaml"
-SETTINGS = [*SHORT, "dpo.max_num_steps=6", "checkpointing.save_period=2", "cluster.gpus_per_node=2", "run.dir=run"]
+SETTINGS = [*SHORT, "dpo.max_num_steps=12", "checkpointing.save_period=2", "cluster.gpus_per_node=2", "run.dir=run"]
 KILLED = (
     "tandem: error: rank 1 was killed by SIGKILL (kill -9, or the system ran out of memory), so the other ranks were stopped. "
     "Checkpoints saved before are intact; run the same command to resume from the newest.\n"
@@ -105,8 +105,8 @@ def local(tmp_path_factory):
 def test_tandem_train_starts_its_own_ranks(local):
     folder, out = local
     assert out.startswith("Loading torch and transformers (a few seconds)\nRun directory: run\nRanks: 2 (2 shards)\n")
-    assert out.count("step 6/6 ") == 1
-    assert len(metrics_of(folder / "run")) == 6
+    assert out.count("step 12/12 ") == 1
+    assert len(metrics_of(folder / "run")) == 12
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -166,9 +166,9 @@ def test_a_slurm_job_is_requeued_before_its_time_limit_and_trains_the_same_model
     folder, printed = local
     assert metrics_of(tmp_path / "run") == metrics_of(folder / "run")
     assert layout(tmp_path) == layout(folder)
-    beginning, _, end = shown(printed).partition("step 1/6")
+    beginning, _, end = shown(printed).partition("step 1/12")
     assert shown(log).startswith(beginning)
-    assert shown(log).endswith(end.partition("step 6/6")[2])
+    assert shown(log).endswith(end.partition("step 12/12")[2])
 
 
 @pytest.mark.slow
@@ -215,7 +215,7 @@ def test_two_agents_as_in_kubernetes_train_the_same_model_after_one_was_stopped_
     assert "Run directory: run, resumed" in out
     assert metrics_of(tmp_path / "run") == metrics_of(folder / "run")
     assert layout(tmp_path) == layout(folder)
-    assert shown(out).endswith(shown(printed).partition("step 6/6")[2])
+    assert shown(out).endswith(shown(printed).partition("step 12/12")[2])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
@@ -231,7 +231,7 @@ def test_ray_starts_the_ranks_again_after_one_was_killed(local, tmp_path):
     assert "Run directory: run, resumed" in out
     folder, printed = local
     assert metrics_of(tmp_path / "run") == metrics_of(folder / "run")
-    beginning, _, end = shown(printed).partition("\nstep 1/6")
+    beginning, _, end = shown(printed).partition("\nstep 1/12")
     assert shown(out).startswith(beginning)  # the same output, whichever way
-    assert shown(out).endswith(end.partition("step 6/6")[2])
+    assert shown(out).endswith(end.partition("step 12/12")[2])
     assert layout(tmp_path) == layout(folder)
