@@ -61,6 +61,8 @@ class Benchmark:
     num_prompts: dict[str, int]  # measured, of each subset
     sections: dict[str, float]  # RewardBench 1 only
     score: float
+    missing: tuple[str, ...]  # sections and subsets of the benchmark without prompts in the data
+    uncounted: tuple[str, ...]  # subsets of the data that are not of the benchmark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,9 @@ from tandem.data.store.token_store import TokenStore
 from tandem.data.text.template import Template
 from tandem.errors import ConfigError, DataError
 from tandem.evaluation.request import READING_KEYS, DataRequest, Subject
-from tandem.evaluation.rewardbench import EXAMPLE_COUNTS, PRIOR_SETS
+from tandem.evaluation.rewardbench import EXAMPLE_COUNTS, PRIOR_SETS, TIES, ties_kind_and_number
 from tandem.terminal.arguments import option
+from tandem.terminal.printable import listed
 
 SetKind = Literal["pairs", "RewardBench", "RewardBench 2"]
 REWARDBENCH_2_KEYS = ("id", "prompt", "chosen", "rejected", "num_correct", "total_completions", "subset")
@@ -99,6 +100,8 @@ def open_evaluation_sets(
                 except (ConfigError, DataError) as error:
                     raise type(error)(str(error).replace("data.train.", "data.default.")) from None
             labels = _labels(one, fields, by) if by is not None or kind != "pairs" else {}
+            if kind == "RewardBench 2":
+                _check_ids_of_ties(labels)
             opened.append(EvaluationSet(one.name, kind, store, labels))
     return OpenSets(tuple(opened))
 
@@ -175,6 +178,27 @@ def _labels(one: DataRequest, fields: DatasetFields, by: str | None) -> dict[str
             f"{option('by', by)}: no row of {one.path} has a field {by}. Give the name of a field of the rows."
         )
     return labels
+
+
+def _check_ids_of_ties(labels: Mapping[str, RowLabels]) -> None:
+    """Raise DataError unless every id of Ties is ref:N or tied:N, and is given once: the score compares the two of each N."""
+    first: dict[tuple[str, int], str] = {}
+    for place, label in labels.items():
+        if label.subset.lower() != TIES:
+            continue
+        try:
+            kind_and_number = ties_kind_and_number(label.id)
+        except ValueError:
+            raise DataError(
+                f"{place}: id = {listed([repr(label.id)])}, but the score of Ties needs ref:N for a prompt with one correct "
+                "completion and tied:N for its counterpart with several, such as ref:7 and tied:7. Give the published ids, "
+                "or leave out the rows of Ties."
+            ) from None
+        if (earlier := first.setdefault(kind_and_number, place)) != place:
+            raise DataError(
+                f"{place}: id = {label.id} is that of {earlier} too, but the score of Ties needs different ids. Remove one "
+                "of the rows."
+            )
 
 
 def _as_text(value: Any) -> str:

@@ -156,6 +156,10 @@ def _show_benchmark(found: Benchmark, printer: _Printer) -> None:
     printer.table(f"{found.name}, by subset", ["set", "prompts", "score"], rows)
     rows = [[name, _value(value)] for name, value in found.sections.items()]
     printer.table("", ["set", "score"], [*rows, [f"{found.name} score", _value(found.score)]])
+    if found.missing:
+        printer.say(f"Not in the score (no prompts): {', '.join(found.missing)}.")
+    if found.uncounted:
+        printer.say(f"Not in the score (not part of {found.name}): {', '.join(found.uncounted)}.")
     if any(name.lower() == TIES and not 0 <= value <= 1 for name, value in found.subsets.items()):
         printer.say("The published formula of Ties gives -0.01 to 1.01.")
 

@@ -263,14 +263,45 @@ def test_tables_of_rewardbench_have_the_scale_of_other_tables(other_model, tmp_p
     assert (found.by, {group.name for group in found.by_field}) == ("subset", {"alpacaeval-easy", "math-prm", "hep-go"})
     lines = printed(found).splitlines()
     assert "By subset" in lines
-    assert lines[-1].split() == ["RewardBench", "score", "1.000"]
+    at = lines.index("RewardBench score  1.000")
+    assert " ".join(lines[at + 1 :]) == (
+        "Not in the score (no prompts): alpacaeval-length, alpacaeval-hard, mt-bench-easy, mt-bench-med, Chat Hard, Safety, "
+        "hep-cpp, hep-java, hep-js, hep-python, hep-rust, Prior Sets."
+    )
     assert ["math-prm", "1", "1.000"] in [line.split() for line in lines]
     # 0.01 above 1: the spread of the correct completions is 0.
     ties = rewardbench_2(
         [ScoredPrompt("Ties", "tied:0", (3, 3, 1), 2, 1.0), ScoredPrompt("Ties", "ref:0", (2, 1), 1, 1.0)]
     )
     lines = printed(replace(found, benchmarks=(ties,))).splitlines()
-    assert lines[-2:] == ["RewardBench 2 score  1.010", "The published formula of Ties gives -0.01 to 1.01."]
+    assert lines[-3:] == [
+        "RewardBench 2 score  1.010",
+        "Not in the score (no prompts): Factuality, Precise IF, Math, Safety, Focus.",
+        "The published formula of Ties gives -0.01 to 1.01.",
+    ]
+    unknown = replace(found.benchmarks[0], missing=(), uncounted=("mine",))
+    lines = printed(replace(found, benchmarks=(unknown,))).splitlines()
+    assert lines[-1] == "Not in the score (not part of RewardBench): mine."
+
+
+@pytest.mark.parametrize("id", ["1", "Ref:1", "tied:one", "tied:1:2", ""])
+def test_ids_of_ties_that_are_not_those_published_are_refused(other_model, tmp_path, id):
+    file = write(tmp_path / "test.jsonl", [*REWARDBENCH_2[:2], REWARDBENCH_2[2] | {"id": id}])
+    with pytest.raises(DataError) as caught:
+        evaluate(other_model, [file])
+    assert str(caught.value) == (
+        f"{file}:3: id = {id!r}, but the score of Ties needs ref:N for a prompt with one correct completion and tied:N for its "
+        "counterpart with several, such as ref:7 and tied:7. Give the published ids, or leave out the rows of Ties."
+    )
+
+
+def test_an_id_of_ties_that_two_rows_have_is_refused(other_model, tmp_path):
+    file = write(tmp_path / "test.jsonl", [*REWARDBENCH_2, REWARDBENCH_2[2] | {"id": "ref:00"}])
+    with pytest.raises(DataError) as caught:
+        evaluate(other_model, [file])
+    assert str(caught.value) == (
+        f"{file}:4: id = ref:00 is that of {file}:3 too, but the score of Ties needs different ids. Remove one of the rows."
+    )
 
 
 def test_a_wrong_number_of_correct_completions_is_refused_with_its_line(other_model, tmp_path):
