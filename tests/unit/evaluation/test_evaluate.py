@@ -383,6 +383,31 @@ def test_a_field_that_no_row_has_is_refused(other_model, ranked):
     )
 
 
+def test_the_format_function_of_a_run_reads_a_file_that_no_format_fits(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = "def mine(row):\n    return {'prompt': row['q'], 'chosen': row['good'], 'rejected': row['bad']}\n"
+    (tmp_path / "mine.py").write_text(code)
+    pairs = [("Hi", "yes", "no"), ("Ho", "no", "yes")]
+    usual = write(
+        tmp_path / "usual.jsonl", [dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) for pair in pairs]
+    )
+    own = write(tmp_path / "own.jsonl", [dict(zip(("q", "good", "bad"), pair, strict=True)) for pair in pairs])
+    changed = tmp_path / "run"
+    changed.mkdir()
+    (changed / "model").symlink_to(run / "model")
+    (changed / "rejects.jsonl").touch()
+    config = (run / "config.yaml").read_text()
+    (changed / "config.yaml").write_text(config.replace("dataset_name: auto", "dataset_name: mine.py:mine"))
+    found = evaluate(str(changed), [usual, own], allow_code=True)
+    assert [group.num_pairs for group in found.by_set] == [2, 2]
+    assert found.by_set[0].rewards_margin == found.by_set[1].rewards_margin
+    # A file that the function cannot read either: the advice is about the keys of its rows, not about the function.
+    with pytest.raises(
+        DataError, match=r"none of the keys prompt, chosen, rejected\. Keys found: a\. Set data\.default"
+    ):
+        evaluate(str(changed), [write(tmp_path / "odd.jsonl", [{"a": 1}])], allow_code=True)
+
+
 def test_errors_of_rows_name_the_key_that_sets_how_data_is_read(other_model, tmp_path):
     file = write(tmp_path / "odd.jsonl", [{"a": 1, "b": 2}])
     with pytest.raises(DataError) as caught:
