@@ -15,7 +15,7 @@ def show_plan(plan: SweepResult, reporter: Reporter) -> None:
 
 def show_result(result: SweepResult, reporter: Reporter) -> None:
     """Print a table of the runs, the best of them marked, and where the page is."""
-    metrics = dict.fromkeys(run.tracked.metric for run in result.runs if run.tracked)
+    metrics = dict.fromkeys(run.tracked.metric for run in result.runs if run.tracked and run.status == "finished")
     # Of several metrics, each row says which one.
     metric = next(iter(metrics)).replace("_", " ") if len(metrics) == 1 else "tracked metric"
     reporter.say(f"\nSwept: {', '.join(result.swept)}")
@@ -34,11 +34,13 @@ def show_result(result: SweepResult, reporter: Reporter) -> None:
 
 def _row(run: SweepRun, result: SweepResult, *, names_metric: bool) -> list[str]:
     mark = "* " if result.best is not None and run.name == result.best.name else "  "
-    interval, tracked = run.accuracy, run.tracked
+    is_finished = run.status == "finished"
+    # What an unfinished run measured last, perhaps before its first step, is not its result.
+    interval, tracked = (run.accuracy, run.tracked) if is_finished else (None, None)
     value = "-" if tracked is None else f"{tracked.value:.4f}"
     return [
         f"{mark}{run.name}",
-        run.status if run.status != "finished" else "-" if interval is None else percent(interval.share),
+        run.status if not is_finished else "-" if interval is None else percent(interval.share),
         "-" if interval is None else f"{percent(interval.low)} to {percent(interval.high)}",
         f"{tracked.metric} {value}" if names_metric and tracked is not None else value,
         "-" if tracked is None else f"{tracked.step:,}",
