@@ -26,7 +26,7 @@ from tandem.storage.ownership import lock_holder
 from tandem.terminal.arguments import in_command, option, setting
 from tandem.terminal.commands import finish_or_use_checkpoint, override, tandem_command
 from tandem.training.checkpoint.start_model import TrainedWith, base_of, config_without_data, reference_of
-from tandem.training.run.directory import what_runs_it_holds
+from tandem.training.run.directory import hint_of_run, what_runs_it_holds
 
 READING_KEYS = ("prompt_key", "chosen_key", "rejected_key")
 LENGTH_KEY = "policy.max_total_sequence_length"
@@ -203,7 +203,7 @@ def named_model(key: str, name: str, policy: PolicyConfig) -> ModelRequest:
     if not folder.exists():
         refuse_missing_model(setting(key, name), name)
     elif not (folder / "config.json").is_file() and (runs := what_runs_it_holds(folder)):
-        raise ConfigError(f"{setting(key, name)}: {runs}.")
+        raise ConfigError(f"{setting(key, name)}: {runs}.{hint_of_run(folder)}")
     check_path(key, name)
     return ModelRequest(name=name, key=key, policy=plain)
 

@@ -130,6 +130,19 @@ def test_a_folder_of_runs_names_one_of_them(run, tmp_path, data):
     assert refused(str(tmp_path), [data]).startswith(f"MODEL {tmp_path}: it is a sweep: name one of its runs, such as ")
 
 
+def test_a_folder_of_checkpoints_names_its_run_and_the_command_with_it(run, data, monkeypatch):
+    folder = run / "checkpoints"
+    (folder / "step_5/tensors").mkdir(parents=True)
+    for name in ("state.json", "config.yaml"):
+        (folder / "step_5" / name).touch()
+    expected = f"{folder}: it holds the checkpoints of {run}: name that run, or one of them, such as {folder}/step_5."
+    assert refused(str(folder), [data]) == f"MODEL {expected} Did you mean {run}?"
+    monkeypatch.setattr("sys.argv", ["tandem", "eval", "embedded", data, "--against", str(folder)])
+    assert refused("embedded", [data], against=str(folder)) == (
+        f"--against {expected} The command is then: {tandem_command('eval', 'embedded', data, '--against', str(run))}"
+    )
+
+
 def test_folders_and_files_that_are_no_models_are_refused(tmp_path, data):
     assert refused(str(tmp_path), [data]) == f"MODEL {tmp_path}: {tmp_path} holds no config.json, so it is not a model."
     assert refused(data, [data]) == f"MODEL {data}: a file, not a model folder or a run. Give the folder."
