@@ -4,12 +4,15 @@ from tandem.page.comparison import NO_BEST, how_clear
 from tandem.page.html import percent
 from tandem.report.reporter import Reporter
 from tandem.sweeping.records import SweepResult, SweepRun
+from tandem.terminal.printable import counted
 
 
 def show_plan(plan: SweepResult, reporter: Reporter) -> None:
     """Print the runs that a sweep would train."""
     finished = sum(run.status == "finished" for run in plan.runs)
-    reporter.say(f"{len(plan.runs)} runs in {plan.folder}, of which {finished} are finished. Nothing is trained.\n")
+    reporter.say(
+        f"{counted(len(plan.runs), 'run')} in {plan.folder}, of which {finished} are finished. Nothing is trained.\n"
+    )
     reporter.table(["run", "settings"], [[run.name, " ".join(run.values)] for run in plan.runs])
 
 

@@ -408,6 +408,25 @@ def test_the_format_function_of_a_run_reads_a_file_that_no_format_fits(run, tmp_
         evaluate(str(changed), [write(tmp_path / "odd.jsonl", [{"a": 1}])], allow_code=True)
 
 
+def test_one_pair_is_written_in_the_singular(other_model, ranked, tmp_path):
+    file = write(tmp_path / "one.jsonl", [{"prompt": "Hi", "chosen": "yes", "rejected": "no"}])
+    found = evaluate(other_model, [file], against=str(MODEL))
+    out = printed(found)
+    assert "\n1 pair of 1 prompt, float32 (" in out
+    assert "\nOnly 1 prompt: the intervals" in out
+    assert f"against {MODEL} (B), 1 pair metric" in " ".join(out.split())
+    assert ", 1 pair of 1 prompt\n" in repr(found)
+    one_left_out = replace(found, comparison=replace(found.comparison, num_left_out=1))
+    assert "\n1 pair that only one of them could read is left out\n" in printed(one_left_out)
+
+
+def test_best_of_n_says_how_many_completions_there_are(other_model, ranked):
+    found = evaluate(other_model, [ranked])
+    assert "\nbest of 3 right (8 prompts) " in printed(found)
+    mixed = replace(found.best_of_n, completions_per_prompt=13 / 3, num_prompts=1)
+    assert "\nbest of N right, N 4.33 on average (1 prompt) " in printed(replace(found, best_of_n=mixed))
+
+
 def test_errors_of_rows_name_the_key_that_sets_how_data_is_read(other_model, tmp_path):
     file = write(tmp_path / "odd.jsonl", [{"a": 1, "b": 2}])
     with pytest.raises(DataError) as caught:
