@@ -25,9 +25,10 @@ from tandem.run_numbers import Interval, accuracy_of, number_in, numbers_shown
 from tandem.storage.cache import is_checkpoint, is_export
 from tandem.storage.ownership import lock_holder, step_in
 from tandem.terminal.arguments import in_command
+from tandem.terminal.commands import with_other_path
 from tandem.terminal.printable import escaped
 from tandem.training.checkpoint.ranking import Record, measured_on, records_in
-from tandem.training.run.directory import SWEEP_FILE, stored_config, why_not_a_run
+from tandem.training.run.directory import SWEEP_FILE, run_of_checkpoints, stored_config, why_not_a_run
 
 Status = Literal["finished", "running", "stopped"]
 T = TypeVar("T")
@@ -183,6 +184,8 @@ def list_runs(folder: str | Path, each: Callable[[list[Path]], Iterable[Path]] =
         raise ConfigError(
             f"{place}: there is no such folder here. {train} starts a run in runs; {_listing()} lists the runs of another folder."
         )
+    if run_of_checkpoints(place) is not None:
+        refuse_other_than_run(place)
     found = [place] if _is_run(place) else [path for path in _entries(place) if _is_run(path)]
     return [open_run(path) for path in each(sorted(found, key=_natural))]
 
@@ -202,7 +205,8 @@ def refuse_other_than_run(folder: Path) -> None:
         raise CheckpointError(f"{folder}: a file, not a run's directory.")
     if not (folder / "config.yaml").is_file():
         inside = (folder.resolve().parent / "config.yaml").is_file()
-        hint = f" Did you mean {folder.resolve().parent}?" if inside else ""
+        run = run_of_checkpoints(folder) or folder.resolve().parent
+        hint = f" {with_other_path(folder, run)}" if inside else ""
         raise CheckpointError(f"{folder}: {why_not_a_run(folder)}.{hint}")
 
 

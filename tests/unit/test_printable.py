@@ -7,7 +7,12 @@ import pytest
 import yaml
 
 from tandem.errors import DataError
-from tandem.terminal.printable import SECRETS, Secrets, escaped, listed, scrubbed, shortened, without_password
+from tandem.terminal.printable import SECRETS, Secrets, counted, escaped, listed, scrubbed, shortened, without_password
+
+
+def test_one_thing_is_written_in_the_singular():
+    assert [counted(num, "pair") for num in (0, 1, 2, 1000)] == ["0 pairs", "1 pair", "2 pairs", "1,000 pairs"]
+
 
 # Escaping
 

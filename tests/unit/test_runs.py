@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+from pathlib import Path
 
 import pytest
 from run_directories import make_run, record
@@ -11,6 +12,9 @@ from tandem.config.load import load_config
 from tandem.errors import CheckpointError, ConfigError
 from tandem.run_numbers import wilson
 from tandem.runs import list_runs, list_sweeps, open_run
+from tandem.terminal.arguments import command_words
+from tandem.terminal.commands import tandem_command
+from tandem.training.run.directory import why_not_a_run
 
 
 def test_everything_a_finished_run_holds(tmp_path):
@@ -137,6 +141,28 @@ def test_a_folder_of_runs_is_not_taken_for_a_run(tmp_path):
     with pytest.raises(CheckpointError) as error:
         open_run(tmp_path / "runs")
     assert str(error.value) == f"{tmp_path}/runs: it holds runs: name one of its runs, such as {tmp_path}/runs/a-1."
+
+
+def test_a_folder_of_checkpoints_names_its_run_and_the_command_with_it(tmp_path, monkeypatch):
+    folder = make_run(tmp_path / "run") / "checkpoints"
+    for step in (5, 10):
+        (folder / f"step_{step}/tensors").mkdir()
+        (folder / f"step_{step}/state.json").touch()
+        (folder / f"step_{step}/config.yaml").touch()
+    begin = f"{folder}: it holds the checkpoints of {tmp_path}/run."
+    monkeypatch.setattr("sys.argv", ["tandem", "report", "--json", f"{folder}/"])
+    for call in (open_run, list_runs):
+        with pytest.raises(CheckpointError) as error:
+            call(folder)
+        assert str(error.value) == f"{begin} Did you mean {tmp_path}/run?"
+        with command_words(), pytest.raises(CheckpointError) as error:
+            call(folder)
+        command = tandem_command("report", "--json", f"{tmp_path}/run")
+        assert str(error.value) == f"{begin} The command is then: {command}"
+    monkeypatch.chdir(tmp_path / "run")
+    assert why_not_a_run(Path("checkpoints")) == f"it holds the checkpoints of {tmp_path}/run"
+    (tmp_path / "run/config.yaml").unlink()
+    assert why_not_a_run(folder) == f"it holds checkpoints, such as {folder}/best"
 
 
 def test_calls_from_python_name_functions_and_not_commands(tmp_path):

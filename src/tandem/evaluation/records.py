@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from tandem.evaluation.intervals import Estimate
-from tandem.terminal.printable import escaped
+from tandem.terminal.printable import counted, escaped
 
 ScoredBy = Literal["implicit reward", "log-probability", "model score"]
 
@@ -61,6 +61,8 @@ class Benchmark:
     num_prompts: dict[str, int]  # measured, of each subset
     sections: dict[str, float]  # RewardBench 1 only
     score: float
+    missing: tuple[str, ...]  # sections and subsets of the benchmark without prompts in the data
+    uncounted: tuple[str, ...]  # subsets of the data that are not of the benchmark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +141,7 @@ class Evaluation:
         """The model and its main numbers, with the names by which `total` has them. A notebook prints this."""
         lines = [f"{self.model}: by {self.scored_by}" if self.total else self.model]
         if self.total is not None:
-            lines[0] += f", {self.total.num_pairs:,} pairs of {self.total.num_prompts:,} prompts"
+            lines[0] += f", {counted(self.total.num_pairs, 'pair')} of {counted(self.total.num_prompts, 'prompt')}"
             lines.append(_main_numbers(self.total))
         if self.comparison is not None:
             changes = [f"{one.metric} {_shown(one.difference, '+.3f')}" for one in self.comparison.differences]

@@ -1,9 +1,10 @@
 """Resolves what an evaluation is asked for: models, references, data and tasks. Checks them before torch is imported."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tandem.config.code import ChangedCodeError
 from tandem.config.load import Given, Overrides, in_order, load_config
@@ -14,41 +15,19 @@ from tandem.config.sections.dpo import Dpo
 from tandem.config.sections.policy import Lora
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.config.sections.section import EMBEDDED
-from tandem.config.source.overrides import changes_in
 from tandem.embedded.files import VALIDATION
 from tandem.errors import CheckpointError, ConfigError
+from tandem.evaluation.unused_keys import keys_and_texts, refuse_keys_of_training, refuse_unused_keys
 from tandem.model.files.source import check_path, refuse_missing_model
 from tandem.paths import check_data
 from tandem.report.per_pair import check_per_pair
-from tandem.storage.cache import is_checkpoint, is_run
+from tandem.storage.cache import is_checkpoint, is_export, is_run
 from tandem.storage.ownership import lock_holder
-from tandem.terminal.arguments import option, setting
-from tandem.terminal.commands import finish_or_use_checkpoint, key_of, override
+from tandem.terminal.arguments import in_command, option, setting
+from tandem.terminal.commands import finish_or_use_checkpoint, override, tandem_command
 from tandem.training.checkpoint.start_model import TrainedWith, base_of, config_without_data, reference_of
-from tandem.training.run.directory import what_runs_it_holds
+from tandem.training.run.directory import hint_of_run, what_runs_it_holds
 
-# Keys whose values the arguments give, or that have no effect here.
-GIVEN_BY_ARGUMENTS = (
-    "policy.model_name",
-    "policy.lora",
-    "reference",
-    "data.train",
-    "data.validation",
-    "data.val_data_paths",
-)
-TRAINING_ONLY = (
-    *(
-        "policy.optimizer",
-        "policy.scheduler",
-        "policy.train_global_batch_size",
-        "checkpointing",
-        "export",
-        "logger",
-        "run",
-    ),
-    *("dpo.max_num_epochs", "dpo.max_num_steps", "dpo.early_stopping_patience", "dpo.val_period", "dpo.val_batches"),
-    *("dpo.val_global_batch_size", "dpo.val_at_start", "dpo.val_at_end"),
-)
 READING_KEYS = ("prompt_key", "chosen_key", "rejected_key")
 LENGTH_KEY = "policy.max_total_sequence_length"
 
@@ -117,7 +96,7 @@ def check_request(
 ) -> Request:
     """Check the arguments of `evaluate`, which has the same ones."""
     overrides = in_order(overrides)
-    _check_overrides(overrides)
+    refuse_keys_of_training(overrides)
     if beta is not None and not 0 < beta < float("inf"):
         raise ConfigError(f"{option('beta', beta)}: not a positive number.")
     if per_pair is not None:
@@ -133,7 +112,17 @@ def check_request(
         )
     subject = _subject("model", model, reference, beta, overrides, allow_code=allow_code)
     other = None if against is None else _subject("against", against, reference, beta, overrides, allow_code=allow_code)
+    if (model_path := next((path for path in data if _is_model(Path(path))), None)) is not None:
+        options = {"against": against, "reference": reference, "beta": beta, "by": by, "per_pair": per_pair}
+        options |= {"lm_eval": lm_eval, "include_path": include_path, "limit": limit, "allow_code": allow_code}
+        raise ConfigError(_given_as_data(model_path, subject, data, options, overrides))
     sets = _data_requests(data, subject, tasks=bool(lm_eval))
+    refuse_unused_keys(
+        overrides,
+        [one.path for one in sets],
+        has_run=any(one is not None and one.run is not None for one in (subject, other)),
+        are_of_run=not data and subject.run is not None,
+    )
     check_data({one.name: one.fields or DatasetFields(data_path=one.path) for one in sets})
     if not sets and (per_pair is not None or by is not None):
         raise ConfigError(
@@ -149,25 +138,6 @@ def check_request(
         include_path=include_path,
         limit=limit,
     )
-
-
-def _check_overrides(overrides: Given) -> None:
-    names = ", ".join(map(option, ("model", "data", "reference")))
-    for key, text in _keys_and_texts(overrides):
-        if any(f"{key}.".startswith(f"{one}.") for one in GIVEN_BY_ARGUMENTS):
-            hint = " Say how to read the data with data.default.KEY=VALUE." if key.startswith("data.") else ""
-            raise ConfigError(f"{text}: {names} and {option('against')} give the models and the data.{hint}")
-        if any(f"{key}.".startswith(f"{one}.") for one in TRAINING_ONLY):
-            raise ConfigError(f"{text}: this key has no effect on an evaluation. Leave it out.")
-
-
-def _keys_and_texts(overrides: Given) -> Iterator[tuple[str, str]]:
-    """Yield the key of each override, and the override for a message."""
-    for one in overrides:
-        if isinstance(one, str):
-            yield key_of(one), one
-        else:
-            yield from ((change.key, change.key) for change in changes_in(one))
 
 
 def _subject(
@@ -196,7 +166,7 @@ def _subject(
             )
     elif beta is not None:
         dpo = dpo.model_copy(update={"reference_policy_kl_penalty": beta})
-    given = [changed for changed, _ in _keys_and_texts(overrides)]
+    given = [changed for changed, _ in keys_and_texts(overrides)]
     if "data.pairing" not in given:
         config = config.model_copy(update={"data": config.data.model_copy(update={"pairing": "all"})})
     return Subject(
@@ -233,7 +203,7 @@ def named_model(key: str, name: str, policy: PolicyConfig) -> ModelRequest:
     if not folder.exists():
         refuse_missing_model(setting(key, name), name)
     elif not (folder / "config.json").is_file() and (runs := what_runs_it_holds(folder)):
-        raise ConfigError(f"{setting(key, name)}: {runs}.")
+        raise ConfigError(f"{setting(key, name)}: {runs}.{hint_of_run(folder)}")
     check_path(key, name)
     return ModelRequest(name=name, key=key, policy=plain)
 
@@ -295,6 +265,35 @@ def _base_of_adapter(key: str, folder: Path) -> str:
             "base model, and give that folder."
         )
     return base
+
+
+def _is_model(path: Path) -> bool:
+    return _has_settings(path) or is_export(path)
+
+
+def _given_as_data(path: str, subject: Subject, data: Sequence[str], options: dict[str, Any], overrides: Given) -> str:
+    """Return a message about a run or model that is given as data, with the command that compares with it."""
+    what = "a run" if is_run(Path(path)) else "a checkpoint" if is_checkpoint(Path(path)) else "a model"
+    begin = f"{setting('data', path)}: {what}, not data."
+    if options["against"] is not None:
+        return f"{begin} Leave it out: {option('against', options['against'])} names the model to compare with."
+    compared = options | {"against": path}
+    if not in_command():
+        return f"{begin} To compare {subject.name} with it, give {option('against', path)}."
+    files = [one for one in data if not _is_model(Path(one))]
+    needs_data = not files and not (subject.run is not None and subject.config.data.validation_sets)
+    words = [word for name, value in compared.items() if value for word in _option_words(name, value)]
+    changes = [one for one in overrides if isinstance(one, str)]
+    command = tandem_command("eval", subject.name, *files, *(["DATA"] if needs_data else []), *changes, *words)
+    how = "With DATA, a file of preference pairs, compare" if needs_data else "To compare"
+    return f"{begin} {how} {subject.name} with it: {command}"
+
+
+def _option_words(name: str, value: Any) -> list[str]:
+    """Return an option and its value, as words of a command."""
+    if value is True:
+        return [option(name, True)]
+    return [option(name), ",".join(value) if isinstance(value, list | tuple) else str(value)]
 
 
 def _data_requests(data: Sequence[str], subject: Subject, *, tasks: bool) -> tuple[DataRequest, ...]:

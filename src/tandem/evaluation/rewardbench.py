@@ -1,5 +1,6 @@
 """Scores RewardBench 1 and 2 as their authors do (github.com/allenai/reward-bench), from the scores of completions."""
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,10 @@ SECTIONS = {
 PRIOR_SETS = ("anthropic_helpful", "anthropic_hhh", "shp", "summarize")
 PRIOR = "Prior Sets"
 PRIOR_WEIGHT = 0.5  # of a section
+SUBSETS_2 = ("Factuality", "Precise IF", "Math", "Safety", "Focus", "Ties")
 TIES = "ties"
+# Of Ties: ref:7 has one correct completion, tied:7 several, and both ask the same kind of question.
+TIES_ID = re.compile("(?P<kind>ref|tied):(?P<number>[0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +53,15 @@ class ScoredPrompt:
 
 def rewardbench_1(accuracy: Mapping[str, float], num_prompts: Mapping[str, int]) -> Benchmark:
     """Sections from the accuracy of each subset; sections and prior sets that are absent do not count."""
-    sections = {}
+    sections, missing = {}, []
     for section, subsets in SECTIONS.items():
         given = [name for name in subsets if name in accuracy]
+        missing += [name for name in subsets if name not in accuracy] if given else [section]
         if given:
             counts = [EXAMPLE_COUNTS[name] for name in given]
             sections[section] = float(np.average([accuracy[name] for name in given], weights=counts))
     prior = [accuracy[name] for name in PRIOR_SETS if name in accuracy]
+    missing += [name for name in PRIOR_SETS if name not in accuracy] if prior else [PRIOR]
     if prior:
         sections[PRIOR] = float(np.mean(prior))
     counted = sections or accuracy  # a file without any of the known subsets
@@ -66,6 +72,8 @@ def rewardbench_1(accuracy: Mapping[str, float], num_prompts: Mapping[str, int])
         num_prompts=dict(num_prompts),
         sections=sections,
         score=float(np.average(list(counted.values()), weights=weights)),
+        missing=tuple(missing),
+        uncounted=tuple(name for name in accuracy if sections and name not in (*EXAMPLE_COUNTS, *PRIOR_SETS)),
     )
 
 
@@ -84,7 +92,17 @@ def rewardbench_2(prompts: Sequence[ScoredPrompt]) -> Benchmark:
         num_prompts={name: len(of) for name, of in by_subset.items()},
         sections={},
         score=float(np.mean(list(subsets.values()))),
+        missing=tuple(name for name in SUBSETS_2 if name.lower() not in map(str.lower, subsets)),
+        uncounted=(),
     )
+
+
+def ties_kind_and_number(id: str) -> tuple[str, int]:
+    """tied:07 -> ("tied", 7). Raise ValueError for an id of another form."""
+    found = TIES_ID.fullmatch(id)
+    if found is None:
+        raise ValueError(f"{id!r} is not ref:N or tied:N")
+    return found["kind"], int(found["number"])
 
 
 def ties_score(prompts: Sequence[ScoredPrompt]) -> float:
@@ -96,16 +114,17 @@ def ties_score(prompts: Sequence[ScoredPrompt]) -> float:
     prompt is preferred if its gap is larger than the spread of its correct completions; hard, if the smaller gap of it and its
     ref prompt is.
     """
-    gaps: dict[str, dict[str, float]] = {"ref": {}, "tied": {}}
-    spreads: dict[str, float] = {}
+    gaps: dict[str, dict[int, float]] = {"ref": {}, "tied": {}}
+    spreads: dict[int, float] = {}
     for one in prompts:
-        kind, _, number = one.id.partition(":")
+        kind, number = ties_kind_and_number(one.id)
         correct, incorrect = one.scores[: one.num_correct], one.scores[one.num_correct :]
-        gaps.setdefault(kind, {})[number] = min(correct) - max(incorrect)
+        gaps[kind][number] = min(correct) - max(incorrect)
         if kind == "tied":
             spreads[number] = max(correct) - min(correct)
-    accuracies = [float(np.mean([gap > 0 for gap in gaps[kind].values()])) if gaps[kind] else 0.0 for kind in gaps]
-    ref_accuracy, tied_accuracy = accuracies[:2]
+    ref_accuracy, tied_accuracy = (
+        float(np.mean([gap > 0 for gap in gaps[kind].values()])) if gaps[kind] else 0.0 for kind in gaps
+    )
     both = [number for number in gaps["ref"] if number in gaps["tied"]]
     if not both:
         return 0.3 * tied_accuracy + 0.3 * ref_accuracy

@@ -1,6 +1,6 @@
 """Opens the sets of an evaluation: finds out how each is read, tokenises it, and recognises RewardBench's files."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tandem.config.sections.datasets import DatasetFields
 from tandem.data.formats.formats import NOTHING_FITS, detect_format, unused_key
 from tandem.data.formats.paths import with_paths
+from tandem.data.formats.user_formats import converted
 from tandem.data.read.files import SourceFile, find_files
 from tandem.data.read.sources import RowError, SourceRow, read_chunks, rows_of
 from tandem.data.store.opening import is_prepared, open_store
@@ -23,8 +24,10 @@ from tandem.data.store.token_store import TokenStore
 from tandem.data.text.template import Template
 from tandem.errors import ConfigError, DataError
 from tandem.evaluation.request import READING_KEYS, DataRequest, Subject
-from tandem.evaluation.rewardbench import EXAMPLE_COUNTS, PRIOR_SETS
+from tandem.evaluation.rewardbench import EXAMPLE_COUNTS, PRIOR_SETS, TIES, ties_kind_and_number
 from tandem.terminal.arguments import option
+from tandem.terminal.printable import listed
+from tandem.user_code import is_user_function
 
 SetKind = Literal["pairs", "RewardBench", "RewardBench 2"]
 REWARDBENCH_2_KEYS = ("id", "prompt", "chosen", "rejected", "num_correct", "total_completions", "subset")
@@ -99,6 +102,8 @@ def open_evaluation_sets(
                 except (ConfigError, DataError) as error:
                     raise type(error)(str(error).replace("data.train.", "data.default.")) from None
             labels = _labels(one, fields, by) if by is not None or kind != "pairs" else {}
+            if kind == "RewardBench 2":
+                _check_ids_of_ties(labels)
             opened.append(EvaluationSet(one.name, kind, store, labels))
     return OpenSets(tuple(opened))
 
@@ -106,7 +111,8 @@ def open_evaluation_sets(
 def _kind_and_fields(one: DataRequest, subject: Subject) -> tuple[SetKind, DatasetFields]:
     """What kind of set it is, and how its rows are read.
 
-    The data keys of a run apply if the first row has them; its prompt files always do, because they are part of its prompts.
+    The data keys of a run apply if the first row has them, and its format function if nothing else reads the row; its prompt
+    files always do, because they are part of its prompts.
     """
     if one.fields is not None:
         return "pairs", one.fields.model_copy(update={"data_path": one.path})
@@ -126,7 +132,21 @@ def _kind_and_fields(one: DataRequest, subject: Subject) -> tuple[SetKind, Datas
             names |= {name: getattr(trained, name) for name in ("label_key", "label_values", "columns")}
             fits = first is not None and _has_format(first, trained)
         fields = fields.model_copy(update={**wording, **(names if fits else {})})
+        if first is not None and detect_format(first, fields) == NOTHING_FITS and not fields.columns:
+            fields = fields.model_copy(update=_own_format(first, subject.config.data.training_sets))
     return _kind(keys, files[0].path), fields
+
+
+def _own_format(row: SourceRow, trained: Sequence[DatasetFields]) -> dict[str, str]:
+    """The setting of the first format function of a run that reads the row, or no setting."""
+    for name in (one.dataset_name for one in trained if is_user_function(one.dataset_name)):
+        try:
+            converted(row, name)
+        except RowError as error:
+            if error.kind == "bad":
+                continue
+        return {"dataset_name": name}
+    return {}
 
 
 def _has_format(row: SourceRow, fields: DatasetFields) -> bool:
@@ -175,6 +195,27 @@ def _labels(one: DataRequest, fields: DatasetFields, by: str | None) -> dict[str
             f"{option('by', by)}: no row of {one.path} has a field {by}. Give the name of a field of the rows."
         )
     return labels
+
+
+def _check_ids_of_ties(labels: Mapping[str, RowLabels]) -> None:
+    """Raise DataError unless every id of Ties is ref:N or tied:N, and is given once: the score compares the two of each N."""
+    first: dict[tuple[str, int], str] = {}
+    for place, label in labels.items():
+        if label.subset.lower() != TIES:
+            continue
+        try:
+            kind_and_number = ties_kind_and_number(label.id)
+        except ValueError:
+            raise DataError(
+                f"{place}: id = {listed([repr(label.id)])}, but the score of Ties needs ref:N for a prompt with one correct "
+                "completion and tied:N for its counterpart with several, such as ref:7 and tied:7. Give the published ids, "
+                "or leave out the rows of Ties."
+            ) from None
+        if (earlier := first.setdefault(kind_and_number, place)) != place:
+            raise DataError(
+                f"{place}: id = {label.id} is that of {earlier} too, but the score of Ties needs different ids. Remove one "
+                "of the rows."
+            )
 
 
 def _as_text(value: Any) -> str:

@@ -13,7 +13,7 @@ from tandem.evaluation.rewardbench import TIES
 from tandem.storage.cache import is_run
 from tandem.terminal.arguments import option
 from tandem.terminal.console import SafeConsole
-from tandem.terminal.printable import escaped, listed
+from tandem.terminal.printable import counted, escaped, listed
 from tandem.terminal.text import table, wrap
 
 WIDTH = 80
@@ -89,7 +89,7 @@ def _heading(found: Evaluation) -> str:
     )
     return (
         f"{found.model}: {how}{against}\n"
-        f"{found.total.num_pairs:,} pairs of {found.total.num_prompts:,} prompts, {found.precision} ({speed})"
+        f"{counted(found.total.num_pairs, 'pair')} of {counted(found.total.num_prompts, 'prompt')}, {found.precision} ({speed})"
     )
 
 
@@ -108,13 +108,15 @@ def _show_total(found: Evaluation, total: Group, printer: _Printer) -> None:
         if estimate is not None:
             rows.append([label, _value(estimate.value), _interval(estimate)])
     if (best := found.best_of_n) is not None:
-        label = f"best of {best.completions_per_prompt:.3g} right ({best.num_prompts:,} prompts)"
+        mean = best.completions_per_prompt
+        which = f"best of {mean:.0f} right" if mean.is_integer() else f"best of N right, N {mean:.3g} on average"
+        label = f"{which} ({counted(best.num_prompts, 'prompt')})"
         rows.append([label, _value(best.accuracy.value), _interval(best.accuracy)])
     if found.calibration is not None:
         rows.append(["calibration error (ECE)", _value(found.calibration.expected_error), ""])
     printer.table("", ["metric", "value", "95 % interval"], rows)
     if total.num_prompts < FEW_PROMPTS:
-        printer.say(f"Only {total.num_prompts} prompts: the intervals are wide, and approximate.")
+        printer.say(f"Only {counted(total.num_prompts, 'prompt')}: the intervals are wide, and approximate.")
 
 
 def _show_groups(title: str, groups: Sequence[Group], found: Evaluation, printer: _Printer) -> None:
@@ -156,6 +158,10 @@ def _show_benchmark(found: Benchmark, printer: _Printer) -> None:
     printer.table(f"{found.name}, by subset", ["set", "prompts", "score"], rows)
     rows = [[name, _value(value)] for name, value in found.sections.items()]
     printer.table("", ["set", "score"], [*rows, [f"{found.name} score", _value(found.score)]])
+    if found.missing:
+        printer.say(f"Not in the score (no prompts): {', '.join(found.missing)}.")
+    if found.uncounted:
+        printer.say(f"Not in the score (not part of {found.name}): {', '.join(found.uncounted)}.")
     if any(name.lower() == TIES and not 0 <= value <= 1 for name, value in found.subsets.items()):
         printer.say("The published formula of Ties gives -0.01 to 1.01.")
 
@@ -174,9 +180,10 @@ def _show_comparison(model: str, found: Comparison, printer: _Printer) -> None:
         ]
         for one in found.differences
     ]
-    printer.say(f"\nAccuracy of {model} (A) against {found.against} (B), {found.num_pairs:,} pairs")
+    printer.say(f"\nAccuracy of {model} (A) against {found.against} (B), {counted(found.num_pairs, 'pair')}")
     if found.num_left_out:
-        printer.say(f"{found.num_left_out:,} pairs that only one of them could read are left out")
+        verb = "is" if found.num_left_out == 1 else "are"
+        printer.say(f"{counted(found.num_left_out, 'pair')} that only one of them could read {verb} left out")
     printer.table("", ["metric", "A", "B", "A - B", "95 % interval", "better/worse", "p"], rows)
     rows = [
         [

@@ -29,7 +29,7 @@ from tandem.storage.ownership import lock_holder
 from tandem.terminal.arguments import option
 from tandem.terminal.commands import finish_or_use_checkpoint
 from tandem.training.checkpoint.start_model import base_of, config_without_data, refuse_changed
-from tandem.training.run.directory import what_runs_it_holds
+from tandem.training.run.directory import hint_of_run, what_runs_it_holds
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -87,7 +87,7 @@ def find_target(argument: str, name: str) -> Target:
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
         return _adapter_target(argument, name, folder, TokenizerConfig())
     if not (folder / "config.json").is_file() and (runs := what_runs_it_holds(folder)):
-        raise ConfigError(f"{option(argument, name)}: {runs}.")
+        raise ConfigError(f"{option(argument, name)}: {runs}.{hint_of_run(folder)}")
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"{option(argument, name)}: neither a model (it has no config.json) nor a run (it has no config.yaml). Give a "

@@ -29,7 +29,7 @@ def best_of(runs: Sequence[Run]) -> Best | None:
     Accuracy, because losses of different betas or loss functions have different scales. Of equal ones, the run
     with the larger margin wins, before rewards are scaled by beta.
     """
-    measured = [(run, record) for run in runs if (record := _validated(run)) is not None]
+    measured = [(run, record) for run in runs if (record := validated_record(run)) is not None]
     if len(measured) < 2 or len({measured_on(record) for _, record in measured}) > 1:
         return None
     known = [(run, record, interval) for run, record in measured if (interval := accuracy_of(record)) is not None]
@@ -66,7 +66,8 @@ def how_clear(*, is_clear: bool, num_equal: int) -> str:
     return "Its interval overlaps with that of another run: the difference may be chance."
 
 
-def _validated(run: Run) -> Record | None:
+def validated_record(run: Run) -> Record | None:
+    """The record of the result on a validation set; None if there is none: a batch of training pairs is no such result."""
     found = final_record(run)
     return found[2] if found is not None and run.results else None
 
@@ -102,8 +103,7 @@ def _results(runs: Sequence[Run], best: Best | None) -> Markup:
 
 
 def _row(i: int, run: Run, best: Best | None) -> list[object]:
-    found = final_record(run)
-    record: Record = found[2] if found else {}
+    record: Record = validated_record(run) or {}
     interval = accuracy_of(record)
     mark = tag("span", "best", class_="badge good") if best is not None and run is best.run else None
     name = joined([tag("span", class_=f"key c{i % NUM_COLOURS}"), tag("span", run.name, title=run.path), " ", mark])

@@ -9,6 +9,7 @@ from tandem.page.html import Markup, joined, number, percent, table, tag
 from tandem.page.sections import figures_of
 from tandem.run_numbers import number_in
 from tandem.runs import Run, StoredVerdict
+from tandem.terminal.printable import counted
 
 KINDS = {
     "pairs_lost": (
@@ -89,7 +90,7 @@ def _length_chart(found: Mapping[str, Any], id: str, of: str) -> list[Chart]:
                 {
                     "label": _span(one["low"], one["high"]),
                     "value": one["accuracy"],
-                    "note": f"{int(one['num_pairs']):,} pairs, mean margin {number(one['margin'], 3)}",
+                    "note": f"{counted(int(one['num_pairs']), 'pair')}, mean margin {number(one['margin'], 3)}",
                 }
                 for one in groups
             ],

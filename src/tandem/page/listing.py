@@ -3,30 +3,34 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tandem.page.comparison import differing_keys
+from rich.cells import cell_len, set_cell_size
+
+from tandem.page.comparison import differing_keys, validated_record
 from tandem.page.curves import SEVERITY
 from tandem.page.html import number, percent
-from tandem.page.sections import final_record, shown
+from tandem.page.sections import shown
 from tandem.run_numbers import accuracy_of, number_in
-from tandem.runs import Run
+from tandem.runs import Record, Run
 
 COLUMNS = ["run", "status", "steps", "!", "at", "accuracy", "95 % interval", "loss", "margin"]
-LEGEND = "!: how many verdicts are warnings; at: the step of the results (of the exported model, if there is one)"
+LEGEND = (
+    "!: how many verdicts are warnings; at: the step of the results (of the exported model, if there is one); "
+    "-: not measured"
+)
 MAX_STRUCTURE_CHARACTERS = 60  # of a list or a mapping among the settings
 METRICS = ("loss", "accuracy", "rewards_margin_mean", "rewards_chosen_mean", "rewards_rejected_mean", "kl_per_token")
 
 
 def list_row(run: Run) -> list[str]:
-    """The cells of COLUMNS. The result is that of the exported model, the last validation, or the last step."""
-    found = final_record(run)
-    record = found[2] if found else {}
+    """The cells of COLUMNS. The result is that of the exported model or of the last validation."""
+    record: Record = validated_record(run) or {}
     interval = accuracy_of(record)
     return [
         run.name,
         run.status,
         f"{run.step:,}" if run.num_steps in (None, run.step) else f"{run.step:,}/{run.num_steps:,}",
         _num_warnings(run),
-        "-" if found is None else f"{found[2]['step']:,}",
+        f"{record['step']:,}" if record else "-",
         "-" if interval is None else percent(interval.share),
         "-" if interval is None else f"{percent(interval.low)} to {percent(interval.high)}",
         *(
@@ -41,6 +45,19 @@ def changed_keys(runs: Sequence[Run]) -> list[list[str]]:
     keys = differing_keys(runs) if len(runs) > 1 else runs[0].changed
     # A run without a set, for instance, has none of its keys.
     return [[f"{key}={_shortened(run.config[key])}" for key in keys if key in run.config] for run in runs]
+
+
+def settings_line(settings: Sequence[str], width: int | None) -> str:
+    """Join settings to a line of at most `width` cells: "a=1, b=2 (+3 more)". None: no limit. A long first one is cut."""
+    line = ", ".join(settings)
+    if width is None or cell_len(line) <= width:
+        return line or "none"
+    for num in range(len(settings) - 1, 0, -1):
+        line = f"{', '.join(settings[:num])} (+{len(settings) - num} more)"
+        if cell_len(line) <= width:
+            return line
+    rest = f" (+{len(settings) - 1} more)" if len(settings) > 1 else ""
+    return f"{set_cell_size(settings[0], max(1, width - cell_len(rest) - 1)).rstrip()}…{rest}"
 
 
 def _num_warnings(run: Run) -> str:

@@ -12,6 +12,7 @@ from tandem.page.html import Markup, duration, joined, number, percent, table, t
 from tandem.report.verdicts import judge
 from tandem.run_numbers import accuracy_of, number_in
 from tandem.runs import Record, Run, StoredVerdict
+from tandem.terminal.printable import counted
 from tandem.training.run.directory import stored_config
 
 MAX_TITLE_CHARACTERS = 70
@@ -111,7 +112,7 @@ def _tiles(run: Run) -> Markup:
         split, before, last = found
         after = accuracy_of(last)
         if after is not None:
-            note = f"{percent(after.low)} to {percent(after.high)}, {last['num_pairs']:,} pairs"
+            note = f"{percent(after.low)} to {percent(after.high)}, {counted(last['num_pairs'], 'pair')}"
             tiles.insert(0, _tile("Accuracy", _change(before, last, "accuracy", percent), note, main=True))
         tiles += [
             _tile("Loss", _change(before, last, "loss", _brief), split),

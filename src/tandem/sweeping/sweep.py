@@ -16,6 +16,7 @@ from tandem.sweeping.parallel import choose_environments, refuse_parallel, uses_
 from tandem.sweeping.plan import Reading, SweepPlan, choose_folder, make_plan, write_plan
 from tandem.sweeping.records import SweepResult, SweepRun, measured, read_runs
 from tandem.terminal.arguments import in_command, option, same_call
+from tandem.terminal.printable import counted
 from tandem.training.run.directory import SWEEP_FILE, is_finished, locked
 from tandem.training.run.stopping import Stopping, stopped_by_signals
 
@@ -96,7 +97,7 @@ class _Training:
         total, finished = len(self._states), self._num_finished()
         again = f", of which {finished} {'is' if finished == 1 else 'are'} finished" if finished else ""
         at_a_time = f", {len(environments)} at a time" if len(environments) > 1 else ""
-        self._reporter.say(f"Sweep of {total} runs in {self._folder}{again}{at_a_time}")
+        self._reporter.say(f"Sweep of {counted(total, 'run')} in {self._folder}{again}{at_a_time}")
         tasks = [
             Task(
                 name=one.name,

@@ -28,6 +28,14 @@ def tandem_command(*arguments: str) -> str:
     return shlex.join([*(["tandem"] if is_on_path else [sys.executable, "-P", "-m", "tandem"]), *arguments])
 
 
+def with_other_path(given: Path, right: Path) -> str:
+    """Return a sentence with the command that the user gave, but another path in place of `given`; in a call, the path."""
+    words = [str(right) if Path(word) == given else word for word in sys.argv[1:]]
+    if in_command() and words != sys.argv[1:]:
+        return f"The command is then: {tandem_command(*words)}"
+    return f"Did you mean {right}?"
+
+
 def resume_call(run: str) -> str:
     """Return what resumes a run: a command, or a call from Python."""
     if in_command():

@@ -50,6 +50,11 @@ def listed(items: Iterable[object], *, most: int = LISTED_ITEMS) -> str:
     return ", ".join(shown[:most]) + more
 
 
+def counted(num: int, noun: str) -> str:
+    """Return "1 pair", "2 pairs" or "1,000 pairs"."""
+    return f"{num:,} {noun}{'s' * (num != 1)}"
+
+
 def shortened(text: str) -> str:
     """Return `text`. If it is longer than LONGEST_MESSAGE, its middle is left out."""
     if len(text) <= LONGEST_MESSAGE:

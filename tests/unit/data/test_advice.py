@@ -28,6 +28,29 @@ def test_texts_inside_other_objects_are_named_by_paths():
     assert "columns" not in message_about({"q": "Why?", "good": "yes", "bad": "no"})  # prompt_key is enough
 
 
+def test_a_conversation_alone_is_not_advised_to_be_read_by_paths():
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Ho"},
+        {"role": "user", "content": "Hm"},
+    ]
+    what = "as for supervised fine-tuning. That is not a preference, which has a chosen and a rejected completion."
+    for others in ({}, {"id": "a1", "source": "web", "turns": 3}):
+        assert message_about({"messages": turns, **others}) == (
+            f"one conversation, messages, {what} Add the worse answer as rejected_response; the last message is then the chosen "
+            "one."
+        )
+    assert message_about({"conversations": [{"from": "human", "value": "Hi"}], "tools": []}) == (
+        f"one conversation, conversations, {what} Let it end with the user's turn, and add the better answer as chosen and the "
+        "worse one as rejected."
+    )
+    # Other keys may hold the answers.
+    assert "Set data.train.prompt_key" in message_about({"messages": turns, "good": "yes", "bad": "no"})
+    assert "set data.train.columns" in message_about({"messages": turns, "answers": {"good": "yes", "bad": "no"}})
+    asked = DatasetFields(prompt_key="messages", chosen_key="good", rejected_key="bad")
+    assert message_about({"messages": turns, "good": "yes"}, asked).startswith("no key bad.")
+
+
 def test_the_path_of_a_wrong_value_is_named():
     keys = DatasetFields(columns={"prompt": "q.text", "chosen": "answers.good", "rejected": "answers.bad"})
     found = message_about({**NESTED, "answers": {"good": "yes", "bad": 7}}, keys)

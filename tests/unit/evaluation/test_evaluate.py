@@ -263,14 +263,45 @@ def test_tables_of_rewardbench_have_the_scale_of_other_tables(other_model, tmp_p
     assert (found.by, {group.name for group in found.by_field}) == ("subset", {"alpacaeval-easy", "math-prm", "hep-go"})
     lines = printed(found).splitlines()
     assert "By subset" in lines
-    assert lines[-1].split() == ["RewardBench", "score", "1.000"]
+    at = lines.index("RewardBench score  1.000")
+    assert " ".join(lines[at + 1 :]) == (
+        "Not in the score (no prompts): alpacaeval-length, alpacaeval-hard, mt-bench-easy, mt-bench-med, Chat Hard, Safety, "
+        "hep-cpp, hep-java, hep-js, hep-python, hep-rust, Prior Sets."
+    )
     assert ["math-prm", "1", "1.000"] in [line.split() for line in lines]
     # 0.01 above 1: the spread of the correct completions is 0.
     ties = rewardbench_2(
         [ScoredPrompt("Ties", "tied:0", (3, 3, 1), 2, 1.0), ScoredPrompt("Ties", "ref:0", (2, 1), 1, 1.0)]
     )
     lines = printed(replace(found, benchmarks=(ties,))).splitlines()
-    assert lines[-2:] == ["RewardBench 2 score  1.010", "The published formula of Ties gives -0.01 to 1.01."]
+    assert lines[-3:] == [
+        "RewardBench 2 score  1.010",
+        "Not in the score (no prompts): Factuality, Precise IF, Math, Safety, Focus.",
+        "The published formula of Ties gives -0.01 to 1.01.",
+    ]
+    unknown = replace(found.benchmarks[0], missing=(), uncounted=("mine",))
+    lines = printed(replace(found, benchmarks=(unknown,))).splitlines()
+    assert lines[-1] == "Not in the score (not part of RewardBench): mine."
+
+
+@pytest.mark.parametrize("id", ["1", "Ref:1", "tied:one", "tied:1:2", ""])
+def test_ids_of_ties_that_are_not_those_published_are_refused(other_model, tmp_path, id):
+    file = write(tmp_path / "test.jsonl", [*REWARDBENCH_2[:2], REWARDBENCH_2[2] | {"id": id}])
+    with pytest.raises(DataError) as caught:
+        evaluate(other_model, [file])
+    assert str(caught.value) == (
+        f"{file}:3: id = {id!r}, but the score of Ties needs ref:N for a prompt with one correct completion and tied:N for its "
+        "counterpart with several, such as ref:7 and tied:7. Give the published ids, or leave out the rows of Ties."
+    )
+
+
+def test_an_id_of_ties_that_two_rows_have_is_refused(other_model, tmp_path):
+    file = write(tmp_path / "test.jsonl", [*REWARDBENCH_2, REWARDBENCH_2[2] | {"id": "ref:00"}])
+    with pytest.raises(DataError) as caught:
+        evaluate(other_model, [file])
+    assert str(caught.value) == (
+        f"{file}:4: id = ref:00 is that of {file}:3 too, but the score of Ties needs different ids. Remove one of the rows."
+    )
 
 
 def test_a_wrong_number_of_correct_completions_is_refused_with_its_line(other_model, tmp_path):
@@ -350,6 +381,50 @@ def test_a_field_that_no_row_has_is_refused(other_model, ranked):
         str(caught.value)
         == f"--by domain: no row of {ranked} has a field domain. Give the name of a field of the rows."
     )
+
+
+def test_the_format_function_of_a_run_reads_a_file_that_no_format_fits(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = "def mine(row):\n    return {'prompt': row['q'], 'chosen': row['good'], 'rejected': row['bad']}\n"
+    (tmp_path / "mine.py").write_text(code)
+    pairs = [("Hi", "yes", "no"), ("Ho", "no", "yes")]
+    usual = write(
+        tmp_path / "usual.jsonl", [dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) for pair in pairs]
+    )
+    own = write(tmp_path / "own.jsonl", [dict(zip(("q", "good", "bad"), pair, strict=True)) for pair in pairs])
+    changed = tmp_path / "run"
+    changed.mkdir()
+    (changed / "model").symlink_to(run / "model")
+    (changed / "rejects.jsonl").touch()
+    config = (run / "config.yaml").read_text()
+    (changed / "config.yaml").write_text(config.replace("dataset_name: auto", "dataset_name: mine.py:mine"))
+    found = evaluate(str(changed), [usual, own], allow_code=True)
+    assert [group.num_pairs for group in found.by_set] == [2, 2]
+    assert found.by_set[0].rewards_margin == found.by_set[1].rewards_margin
+    # A file that the function cannot read either: the advice is about the keys of its rows, not about the function.
+    with pytest.raises(
+        DataError, match=r"none of the keys prompt, chosen, rejected\. Keys found: a\. Set data\.default"
+    ):
+        evaluate(str(changed), [write(tmp_path / "odd.jsonl", [{"a": 1}])], allow_code=True)
+
+
+def test_one_pair_is_written_in_the_singular(other_model, ranked, tmp_path):
+    file = write(tmp_path / "one.jsonl", [{"prompt": "Hi", "chosen": "yes", "rejected": "no"}])
+    found = evaluate(other_model, [file], against=str(MODEL))
+    out = printed(found)
+    assert "\n1 pair of 1 prompt, float32 (" in out
+    assert "\nOnly 1 prompt: the intervals" in out
+    assert f"against {MODEL} (B), 1 pair metric" in " ".join(out.split())
+    assert ", 1 pair of 1 prompt\n" in repr(found)
+    one_left_out = replace(found, comparison=replace(found.comparison, num_left_out=1))
+    assert "\n1 pair that only one of them could read is left out\n" in printed(one_left_out)
+
+
+def test_best_of_n_says_how_many_completions_there_are(other_model, ranked):
+    found = evaluate(other_model, [ranked])
+    assert "\nbest of 3 right (8 prompts) " in printed(found)
+    mixed = replace(found.best_of_n, completions_per_prompt=13 / 3, num_prompts=1)
+    assert "\nbest of N right, N 4.33 on average (1 prompt) " in printed(replace(found, best_of_n=mixed))
 
 
 def test_errors_of_rows_name_the_key_that_sets_how_data_is_read(other_model, tmp_path):

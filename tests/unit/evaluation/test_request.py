@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -129,6 +130,19 @@ def test_a_folder_of_runs_names_one_of_them(run, tmp_path, data):
     assert refused(str(tmp_path), [data]).startswith(f"MODEL {tmp_path}: it is a sweep: name one of its runs, such as ")
 
 
+def test_a_folder_of_checkpoints_names_its_run_and_the_command_with_it(run, data, monkeypatch):
+    folder = run / "checkpoints"
+    (folder / "step_5/tensors").mkdir(parents=True)
+    for name in ("state.json", "config.yaml"):
+        (folder / "step_5" / name).touch()
+    expected = f"{folder}: it holds the checkpoints of {run}: name that run, or one of them, such as {folder}/step_5."
+    assert refused(str(folder), [data]) == f"MODEL {expected} Did you mean {run}?"
+    monkeypatch.setattr("sys.argv", ["tandem", "eval", "embedded", data, "--against", str(folder)])
+    assert refused("embedded", [data], against=str(folder)) == (
+        f"--against {expected} The command is then: {tandem_command('eval', 'embedded', data, '--against', str(run))}"
+    )
+
+
 def test_folders_and_files_that_are_no_models_are_refused(tmp_path, data):
     assert refused(str(tmp_path), [data]) == f"MODEL {tmp_path}: {tmp_path} holds no config.json, so it is not a model."
     assert refused(data, [data]) == f"MODEL {data}: a file, not a model folder or a run. Give the folder."
@@ -190,11 +204,78 @@ def test_keys_that_arguments_give_are_refused(data):
         "dpo.max_num_steps=5",
         "~dpo.val_period",
         "policy.train_global_batch_size=4",
+        "data.validation_share=0.1",
+        "data.shuffle=false",
+        "data.default.weight=2",
+        "policy.parallel.shard=2",
+        "cluster.num_nodes=2",
     ]
     for override in unused:
         assert refused("embedded", [data], overrides=[override]) == (
             f"{override}: this key has no effect on an evaluation. Leave it out."
         )
+
+
+def test_keys_without_an_effect_on_these_models_and_sets_are_refused(run, data, tmp_path):
+    no_effect = "this key has no effect on"
+    assert refused(str(run), [], overrides=["data.default.prompt_key=q"]) == (
+        f"data.default.prompt_key=q: {no_effect} the validation sets of the run, which are read as in training. Give DATA, or "
+        "leave it out."
+    )
+    assert check_request(str(run), [data], overrides=["data.default.prompt_key=q"]).subject.sets_fields
+    assert refused(str(run), [data], overrides=["data.duplicates=drop"]) == (
+        f"data.duplicates=drop: {no_effect} an evaluation, except of prepared data. Leave it out."
+    )
+    prepared = tmp_path / "prepared"
+    prepared.mkdir()
+    for name in ("manifest.json", "tokens.arrow"):
+        (prepared / name).touch()
+    assert check_request(str(run), [str(prepared)], overrides=["data.duplicates=drop"])
+    no_run = "keys of dpo have an effect on the loss of a run, and no run is evaluated."
+    for one, hint in (
+        ("dpo.preference_loss=ipo", "Leave it out."),
+        ("dpo.reference_policy_kl_penalty=1", "To scale the rewards, use --beta X."),
+    ):
+        message = refused("embedded", [data], reference="embedded", overrides=[one])
+        assert message == f"{one}: {no_run} {hint}"
+    assert check_request("embedded", [data], against=str(run), overrides=["dpo.preference_loss=ipo"]).against.run == run
+
+
+def test_a_run_or_model_given_as_data_is_compared_with(run, data, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    begin = f"DATA {other}: a run, not data."
+    assert refused(str(run), [str(other)]) == (
+        f"{begin} To compare {run} with it: {tandem_command('eval', str(run), '--against', str(other))}"
+    )
+    message = refused(
+        *(str(run), [str(other), data]),
+        beta=0.5,
+        lm_eval=["a", "b"],
+        allow_code=True,
+        overrides=["policy.precision=float32"],
+    )
+    words = (
+        data,
+        "policy.precision=float32",
+        "--against",
+        str(other),
+        "--beta",
+        "0.5",
+        "--lm-eval",
+        "a,b",
+        "--allow-code",
+    )
+    assert message == f"{begin} To compare {run} with it: {tandem_command('eval', str(run), *words)}"
+    (other / "model" / "model.safetensors").touch()
+    model = f"{other}/model"
+    command = tandem_command("eval", "embedded", "DATA", "--against", model)
+    assert refused("embedded", [model]) == (
+        f"DATA {model}: a model, not data. With DATA, a file of preference pairs, compare embedded with it: {command}"
+    )
+    assert refused(str(run), [str(other)], against="embedded") == (
+        f"{begin} Leave it out: --against embedded names the model to compare with."
+    )
 
 
 def test_a_per_pair_file_that_cannot_be_written_is_refused(data, tmp_path):

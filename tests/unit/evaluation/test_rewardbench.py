@@ -31,6 +31,20 @@ def test_subsets_count_in_their_section_by_the_published_numbers_of_examples():
     assert found.score == pytest.approx((0.9 + 1066 / 1148) / 2)
 
 
+def test_sections_and_subsets_without_prompts_are_named_and_so_are_subsets_that_do_not_count():
+    accuracy = dict.fromkeys(SECTIONS["Chat"][1:], 1.0) | {"shp": 0.5, "mine": 0.0}
+    found = rewardbench_1(accuracy, dict.fromkeys(accuracy, 10))
+    assert found.missing == (
+        *("alpacaeval-easy", "Chat Hard", "Safety", "Reasoning"),
+        *("anthropic_helpful", "anthropic_hhh", "summarize"),
+    )
+    assert found.uncounted == ("mine",)
+    every = dict.fromkeys([*EXAMPLE_COUNTS, *PRIOR_SETS], 1.0)
+    assert rewardbench_1(every, dict.fromkeys(every, 10)).missing == ()
+    found = rewardbench_2([prompt("1", [1, 0], subset="Math"), prompt("ref:1", [1, 0], subset="ties")])
+    assert found.missing == ("Factuality", "Precise IF", "Safety", "Focus")
+
+
 def test_prior_sets_count_half_a_section():
     accuracy = dict.fromkeys(PRIOR_SETS, 0.6) | {"shp": 0.2, "donotanswer": 1.0, "alpacaeval-easy": 1.0}
     found = rewardbench_1(accuracy, dict.fromkeys(accuracy, 10))
@@ -64,6 +78,13 @@ def test_ties_whose_correct_completions_score_the_same_are_preferred():
     # spread 0: the tanh term is that of infinity, or 0 where gap and spread are both 0
     assert ties_score([prompt("tied:0", [3, 3, 1], 2), prompt("ref:0", [2, 1])]) == pytest.approx(1.01)
     assert ties_score([prompt("tied:0", [3, 3, 3], 2), prompt("ref:0", [2, 1])]) == pytest.approx(0.3)
+
+
+def test_the_number_of_a_tied_prompt_is_that_of_its_ref_prompt_however_it_is_written():
+    given = [prompt("tied:07", [5, 4, 2], 2), prompt("ref:7", [4, 1])]
+    assert ties_score(given) == pytest.approx(0.3 + 0.3 + 0.2 + 0.2 + 0.01 * np.tanh(2 / 1 - 1))
+    with pytest.raises(ValueError, match="'7' is not ref:N or tied:N"):
+        ties_score([prompt("7", [1, 0])])
 
 
 def test_ties_without_ref_prompts_count_their_accuracy_only():

@@ -123,6 +123,15 @@ def test_calibration_compares_confidence_with_accuracy():
     assert found.expected_error == pytest.approx(0.25)
 
 
+def test_bins_of_calibration_have_round_limits():
+    margins = -np.log(1 / (np.arange(0.525, 1, 0.05)) - 1)  # sigmoid: 0.525, 0.575, ... 0.975
+    found = PairResults(
+        measured(table([(i, 0, 1) for i in range(10)], {i: [m, 0] for i, m in enumerate(margins)}), [2] * 10)
+    ).calibration()
+    assert [one.low for one in found.bins] == [0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95]
+    assert [one.high for one in found.bins] == [0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0]
+
+
 def test_pairs_of_one_prompt_in_different_rows_are_one_prompt():
     given = table([(i, 0, 1) for i in range(4)], {i: [i % 2, 0.5] for i in range(4)})
     assert PairResults(measured(given, [2] * 4, prompts=[b"a", b"a", b"b", b"b"])).total().num_prompts == 2

@@ -87,6 +87,16 @@ def test_a_folder_of_runs_names_one_of_them(run, tmp_path):
     assert message(tmp_path) == f"MODEL {tmp_path}: it holds runs: name one of its runs, such as {run}."
 
 
+def test_a_folder_of_checkpoints_names_its_run(run):
+    folder = run / "checkpoints"
+    (folder / "step_2/tensors").mkdir(parents=True)
+    (folder / "step_2/state.json").touch()
+    assert message(folder) == (
+        f"MODEL {folder}: it holds the checkpoints of {run}: name that run, or one of them, such as {folder}/step_2. Did you "
+        f"mean {run}?"
+    )
+
+
 def test_a_missing_folder_and_a_file_are_refused(tmp_path, monkeypatch):
     assert message("/no/model") == (
         "MODEL /no/model: no such directory. Give a model folder, a hub name, or a run directory."

@@ -13,7 +13,8 @@ import pytest
 from run_directories import make_run, record
 
 from tandem.cli import main as cli
-from tandem.page.listing import COLUMNS, changed_keys, list_row
+from tandem.page.comparison import comparison
+from tandem.page.listing import COLUMNS, changed_keys, list_row, settings_line
 from tandem.runs import open_run
 
 CODE = """
@@ -26,9 +27,11 @@ finally:
 """
 
 
-def tandem(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def tandem(*arguments: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", CODE, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, timeout=120, check=False, env={**os.environ, **environment}
+    )
 
 
 def test_one_run(tmp_path):
@@ -112,7 +115,8 @@ def test_a_list_of_runs(tmp_path):
         "run     status    steps  !  at  accuracy     95 % interval    loss  margin\n"
         "beta-1  finished     10  1  10    90.0 %  82.6 % to 94.5 %  0.6500  0.3000\n"
         "beta-2  stopped      10  1  10    90.0 %  82.6 % to 94.5 %  0.6500  0.3000\n"
-        "!: how many verdicts are warnings; at: the step of the results (of the exported model, if there is one)\n"
+        "!: how many verdicts are warnings; at: the step of the results (of the exported model, if there is one); "
+        "-: not measured\n"
         "\n"
         "Settings in which they differ\n"
         "  beta-1: dpo.reference_policy_kl_penalty=0.1\n"
@@ -177,3 +181,41 @@ def test_a_long_mapping_is_shortened_in_the_list_of_settings(tmp_path):
     [scheduler] = [key for key in keys if key.startswith("policy.scheduler=")]
     assert len(scheduler) == len("policy.scheduler=") + 60
     assert scheduler.endswith("…")
+
+
+def test_a_run_without_validation_has_no_accuracy_in_the_list(tmp_path):
+    run = make_run(tmp_path / "run")
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record(step)) + "\n" for step in range(1, 11)))
+    cells = dict(zip(COLUMNS, list_row(open_run(run)), strict=True))
+    assert cells["steps"] == "10"
+    assert [cells[name] for name in ("at", "accuracy", "95 % interval", "loss", "margin")] == ["-"] * 5
+    validated = make_run(tmp_path / "other")
+    assert "90.0 %" in comparison([open_run(validated), open_run(validated)])
+    assert "90.0 %" not in comparison([open_run(run), open_run(run)])
+
+
+def test_settings_are_shortened_to_the_width():
+    settings = ["dpo.a=1", "dpo.b=2", "dpo.c=3"]
+    assert settings_line(settings, 25) == settings_line(settings, None) == "dpo.a=1, dpo.b=2, dpo.c=3"
+    assert settings_line(settings, 24) == "dpo.a=1 (+2 more)"
+    assert settings_line([*settings, "dpo.d=4"], 30) == "dpo.a=1, dpo.b=2 (+2 more)"
+    assert settings_line(["dpo.a=123456789", "dpo.b=2"], 20) == "dpo.a=123… (+1 more)"
+    assert settings_line(["dpo.a=123456789"], 10) == "dpo.a=123…"
+    assert settings_line([], 10) == "none"
+
+
+def test_a_terminal_shows_a_line_of_settings_per_run_and_a_file_all_of_them(tmp_path):
+    for number in (1, 2):
+        values = "".join(
+            f"  {key}: 0.{number}\n" for key in ("label_smoothing", "sft_loss_weight", "preference_loss_weight")
+        )
+        make_run(tmp_path / f"runs/a-{number}", config=f"dpo:\n{values}")
+    on_terminal = tandem("runs", cwd=tmp_path, FORCE_COLOR="1", COLUMNS="80").stdout
+    assert "\n  a-1: dpo.preference_loss_weight=0.1, dpo.sft_loss_weight=0.1 (+1 more)\n" in on_terminal
+    assert on_terminal.endswith("\n--json lists all changed settings.\n")
+    in_file = tandem("runs", cwd=tmp_path).stdout
+    assert in_file.endswith(
+        "\n  a-2: dpo.preference_loss_weight=0.2, dpo.sft_loss_weight=0.2, dpo.label_smoothing=0.2\n"
+    )
+    [run, _] = json.loads(tandem("runs", "--json", cwd=tmp_path).stdout)
+    assert len(run["changed"]) == 3

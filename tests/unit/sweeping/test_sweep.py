@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,9 +20,12 @@ from tandem.errors import CheckpointError, ConfigError, DataError, StoppedError
 from tandem.page.comparison import how_clear
 from tandem.page.write import write_report
 from tandem.report.reporter import Reporter
+from tandem.run_numbers import Interval
 from tandem.storage.cache import is_export
 from tandem.sweeping import children, parallel
 from tandem.sweeping.plan import Reading, make_plan
+from tandem.sweeping.records import SweepResult, SweepRun, Tracked
+from tandem.sweeping.show import show_result
 from tandem.sweeping.sweep import sweep
 from tandem.training.run.directory import locked
 
@@ -117,6 +121,19 @@ def test_a_function_without_a_file_cannot_be_swept():
         "dpo.preference_loss = mine: this function has no file, and the runs of a sweep are trained by other processes. Put it "
         "into a file, and give FILE.py:mine."
     )
+
+
+def test_the_table_has_no_results_of_a_run_that_failed(tmp_path, capsys):
+    """A run that failed in its first step may have been validated before."""
+    accuracy, tracked = Interval(0.5, 0.4, 0.6), Tracked("validation-default_loss", 0.6931, 0)
+    ended = SweepRun(
+        name="a", path=tmp_path, values=(), status="finished", log=tmp_path, accuracy=accuracy, tracked=tracked
+    )
+    runs = (ended, replace(ended, name="b", status="failed"))
+    show_result(SweepResult(folder=tmp_path, swept=("run.seed",), runs=runs), Reporter("normal"))
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["a", "50.0", "%", "40.0", "%", "to", "60.0", "%", "0.6931", "0"] in rows
+    assert ["b", "failed", "-", "-", "-"] in rows
 
 
 def test_runs_that_are_equally_good_are_said_to_be():

@@ -11,6 +11,13 @@ OTHER_FORMAT = "Set data.train.dataset_name to another format."
 ADD_OR_SKIP = "Add it to the row, or leave such rows out with data.on_bad_row=skip."
 PARTS = ("prompt", "chosen", "rejected")
 MAX_DEPTH = 4
+# Where the better and the worse answer to a conversation are expected.
+ANSWERS_OF = {
+    "messages": "Add the worse answer as rejected_response; the last message is then the chosen one.",
+    "conversations": "Let it end with the user's turn, and add the better answer as chosen and the worse one as rejected.",
+}
+# Texts beside a conversation that are no answers to it.
+ABOUT_CONVERSATION = ("id", "prompt_id", "prompt", "source", "dataset", "category", "system")
 
 
 def with_path(error: RowError, keys: DatasetFields) -> RowError:
@@ -32,6 +39,21 @@ def without_own_keys(error: RowError, own: Collection[str], *, is_detected: bool
     if is_detected:
         message = message.replace(OTHER_FORMAT, ADD_OR_SKIP)
     return error if error.kind != "bad" or message == error.message else RowError(error.place, error.reason, message)
+
+
+def one_conversation(row: SourceRow, keys: DatasetFields) -> tuple[str, str] | None:
+    """Return a reason and a message about a row that holds a conversation and no two answers to it, or None."""
+    name = next((name for name in ANSWERS_OF if isinstance(row.value.get(name), list)), None)
+    if name is None or name == keys.prompt_key or {keys.chosen_key, keys.rejected_key} & row.value.keys():
+        return None
+    others = {key: value for key, value in row.value.items() if key not in (name, "tools")}
+    texts = [key for key, value in others.items() if isinstance(value, str) and key not in ABOUT_CONVERSATION]
+    if len(texts) > 1 or any(isinstance(value, Mapping | list) for value in others.values()):
+        return None
+    return "one conversation", (
+        f"one conversation, {name}, as for supervised fine-tuning. That is not a preference, which has a chosen and a rejected "
+        f"completion. {ANSWERS_OF[name]}"
+    )
 
 
 def with_columns_named(error: RowError, row: SourceRow) -> RowError:

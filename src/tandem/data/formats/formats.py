@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.config.sections.datasets import DatasetFields
-from tandem.data.formats.advice import with_columns_named, with_path, without_own_keys
+from tandem.data.formats.advice import one_conversation, with_columns_named, with_path, without_own_keys
 from tandem.data.formats.conversations import (
     chosen_and_rejected,
     dialogue_text,
@@ -386,4 +386,4 @@ def _not_a_pair(row: SourceRow, keys: DatasetFields) -> tuple[str, str] | None:
             f"two completions, {' and '.join(sides)}, but no {what}. Keys found: {listed(row.value)}. Set "
             "data.train.label_key to the key of the label, and prompt_key to that of the prompt."
         )
-    return None
+    return one_conversation(row, keys)
