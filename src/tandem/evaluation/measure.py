@@ -36,7 +36,12 @@ from tandem.packing.packer import Packer, make_packer
 from tandem.report.reporter import Reporter
 from tandem.storage.cache import cache_dir, check_cache_dir
 from tandem.terminal.arguments import option
-from tandem.training.memory import CPU_ROW_TOKENS, out_of_memory_error, refuse_large_masks
+from tandem.training.memory import (
+    CPU_ROW_TOKENS,
+    out_of_memory_error,
+    refuse_large_masks,
+    suggest_less_memory_without_training,
+)
 from tandem.training.metrics import TIE_BAND, PairTable
 from tandem.training.start.machine import Machine, check_machine
 from tandem.training.start.setup import check_same_vocabulary, check_vocabulary
@@ -293,6 +298,7 @@ def _out_of_memory_hints(packer: Packer, subject: Subject) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if known := out_of_memory_error(error, packer.length, subject.config.policy):
+        advice = suggest_less_memory_without_training(packer.length, subject.config.policy)
+        if known := out_of_memory_error(error, advice):
             raise known from None
         raise

@@ -168,8 +168,8 @@ class _Exporter:
         try:
             return self._export(start, form, saved)
         except (RuntimeError, MemoryError) as error:
-            length = start.setup.plan.train.length if start.setup else self.config.policy.max_total_sequence_length
-            if reported := out_of_memory_error(error, length, self.config.policy):
+            less = f"Leave out the evaluation with {option('measured', False)}, or export" if start.setup else "Export"
+            if reported := out_of_memory_error(error, f"{less} on a machine with more memory."):
                 raise reported from None
             raise
 

@@ -193,12 +193,8 @@ def suggest_less_memory(length: int, policy: PolicyConfig, shorter_rows_help: bo
 
     `offload`: how to move optimizer states to the host (`offload_advice`), if that helps and the host has the memory.
     """
-    rows = policy.packing.packs_per_micro_batch
     of_rows = [
-        f"policy.packing.packs_per_micro_batch={rows // 2}" if rows > 1 else "",
-        f"policy.packing.pack_length below {length} (rows may be as short as the longest preference)"
-        if policy.packing.mode != "none"
-        else "a lower policy.max_total_sequence_length",
+        *_smaller_rows(length, policy),
         "policy.activation_checkpointing=selective" if policy.activation_checkpointing == "none" else "",
         "policy.activation_checkpointing=full" if policy.activation_checkpointing == "selective" else "",
     ]
@@ -209,7 +205,27 @@ def suggest_less_memory(length: int, policy: PolicyConfig, shorter_rows_help: bo
         "policy.weights=bfloat16_stochastic" if policy.weights == "float32" and not policy.lora.enabled else "",
         "policy.lora.enabled=true" if not policy.lora.enabled else "",
     ]
-    ways = [*of_rows, *of_weights] if shorter_rows_help else [*of_weights, "more GPUs", *of_rows]
+    return _advice([*of_rows, *of_weights] if shorter_rows_help else [*of_weights, "more GPUs", *of_rows])
+
+
+def suggest_less_memory_without_training(length: int, policy: PolicyConfig) -> str:
+    """Like `suggest_less_memory`, for an evaluation, which keeps neither activations nor gradients nor optimizer states."""
+    return _advice(
+        [*_smaller_rows(length, policy), "policy.precision=bfloat16" if policy.precision == "float32" else ""]
+    )
+
+
+def _smaller_rows(length: int, policy: PolicyConfig) -> list[str]:
+    rows = policy.packing.packs_per_micro_batch
+    return [
+        f"policy.packing.packs_per_micro_batch={rows // 2}" if rows > 1 else "",
+        f"policy.packing.pack_length below {length} (rows may be as short as the longest preference)"
+        if policy.packing.mode != "none"
+        else "a lower policy.max_total_sequence_length",
+    ]
+
+
+def _advice(ways: list[str]) -> str:
     first, *others = [way for way in ways if way]
     return f"To use less memory, try {first}" + (f"; then {', '.join(others)}." if others else ".")
 
@@ -352,11 +368,9 @@ def _recurrent_bytes_per_token(config: Any, policy: PolicyConfig, precision: str
     return bytes_per_token(config.get_text_config(), device, precision, num_layers=keeping)
 
 
-def out_of_memory_error(
-    error: Exception, length: int, policy: PolicyConfig, offload: str = ""
-) -> OutOfMemoryError | None:
-    """Return an OutOfMemoryError with advice if `error` means that the device or the host ran out of memory; otherwise None."""
+def out_of_memory_error(error: Exception, advice: str) -> OutOfMemoryError | None:
+    """Return an OutOfMemoryError with this advice if `error` means that device or host ran out of memory; otherwise None."""
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if not known and "DefaultCPUAllocator: " not in str(error):  # "can't allocate", or "not enough memory"
         return None
-    return OutOfMemoryError(f"{' '.join(str(error).split())} {suggest_less_memory(length, policy, True, offload)}")
+    return OutOfMemoryError(f"{' '.join(str(error).split())} {advice}")

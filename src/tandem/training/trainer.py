@@ -27,7 +27,7 @@ from tandem.storage.cache import write_atomically
 from tandem.storage.ownership import remove_abandoned
 from tandem.terminal.arguments import same_call
 from tandem.training.checkpoint.checkpoints import Progress, checkpoints, refuse_taken_names, step_of
-from tandem.training.memory import device_memory, out_of_memory_error, peak_memory_gib
+from tandem.training.memory import device_memory, out_of_memory_error, peak_memory_gib, suggest_less_memory
 from tandem.training.run.callbacks import Callbacks
 from tandem.training.run.directory import (
     TEMPORARY_NAMES,
@@ -126,7 +126,7 @@ def _train(
                 raise
             except (RuntimeError, MemoryError) as error:
                 length, policy = setup.plan.train.length, loaded.config.policy
-                if reported := out_of_memory_error(error, length, policy, setup.offload):
+                if reported := out_of_memory_error(error, suggest_less_memory(length, policy, True, setup.offload)):
                     raise reported from None
                 raise
     reporter.result(run)

@@ -9,7 +9,7 @@ from tandem.errors import OutOfMemoryError
 from tandem.storage.cache import GIB
 from tandem.training import memory, trainer
 from tandem.training.forecast import Forecast, forecast, refuse_forecast_overflow
-from tandem.training.memory import suggest_less_memory
+from tandem.training.memory import suggest_less_memory, suggest_less_memory_without_training
 
 
 def model():
@@ -66,6 +66,18 @@ def test_only_settings_not_yet_in_use_are_suggested():
     few = Policy(activation_checkpointing="full", optimizer=Optimizer(state_dtype="int8"), lora=Lora(enabled=True))
     only = "policy.packing.pack_length below 512 (rows may be as short as the longest preference)"
     assert suggest_less_memory(512, few, shorter_rows_help=True) == f"To use less memory, try {only}."
+
+
+def test_an_evaluation_is_not_advised_to_change_what_only_training_has():
+    policy = Policy(precision="float32", packing=Packing(packs_per_micro_batch=4))
+    assert suggest_less_memory_without_training(4096, policy) == (
+        "To use less memory, try policy.packing.packs_per_micro_batch=2; then policy.packing.pack_length below 4096 (rows may "
+        "be as short as the longest preference), policy.precision=bfloat16."
+    )
+    padded = Policy(packing=Packing(mode="none"))
+    assert suggest_less_memory_without_training(4096, padded) == (
+        "To use less memory, try a lower policy.max_total_sequence_length."
+    )
 
 
 @pytest.mark.parametrize(
