@@ -150,4 +150,4 @@ def test_messages_without_a_template_are_refused_and_plain_text_is_continued(fol
 def test_a_template_that_is_missing_is_named_by_its_option(folder):
     with pytest.raises(ConfigError) as error:
         generate(str(folder), ["Hi"], engine=EngineSettings(chat_template="no.jinja"))
-    assert str(error.value) == "--chat-template no.jinja: cannot be read (No such file or directory). Check the path."
+    assert str(error.value) == "--chat-template no.jinja: there is no such file. Check the path."

@@ -104,10 +104,22 @@ def test_a_file_that_is_not_an_output_is_refused_and_unchanged(tmp_path, text):
     assert out.read_text() == text
 
 
+@pytest.mark.parametrize("ending", [".csv", ".PARQUET", ".jsonl.gz"])
+def test_a_name_of_another_format_is_refused(tmp_path, ending):
+    with pytest.raises(ConfigError, match=r"JSON lines are written, which a \.\w+ file does not hold"):
+        OutputFile(tmp_path / f"out{ending}")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_in_a_missing_folder_and_one_in_use_are_refused(tmp_path):
     with pytest.raises(ConfigError) as error:
         OutputFile(tmp_path / "no" / "out.jsonl")
-    assert str(error.value) == f"--out {tmp_path}/no/out.jsonl: No such file or directory. Choose another file."
+    assert str(error.value) == (
+        f"--out {tmp_path}/no/out.jsonl: {tmp_path}/no does not exist. Create this folder, or choose another file."
+    )
+    (tmp_path / "notes").touch()
+    with pytest.raises(ConfigError, match=r"notes is a file, not a folder\. Choose another file\."):
+        OutputFile(tmp_path / "notes" / "out.jsonl")
     with pytest.raises(ConfigError) as error:
         OutputFile(tmp_path)
     assert (
