@@ -181,12 +181,19 @@ def test_a_wrong_path_is_reported_before_heavy_imports(tmp_path, arguments, code
         (["run.dir=taken"], 2, "run.dir = taken: a file, not a directory. Choose another run.dir."),
         (["run.dir=full"], 2, f"run.dir = full: not empty, and {NO_RUN}. Choose another directory."),
         (["--resume", "full"], 4, f"--resume full: {NO_RUN}."),
+        (
+            ["--resume", "run", "run.dir=other"],
+            2,
+            "--resume run and run.dir=other set the same key. Leave out one of them.",
+        ),
     ],
 )
 def test_an_unusable_run_directory_is_refused_before_heavy_imports(tmp_path, given, code, message):
     (tmp_path / "taken").touch()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
     ended = tandem("train", *given, cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (code, "")
     assert ended.stderr == f"tandem: error: {message}\nimported: \n"

@@ -19,7 +19,7 @@ from tandem.config.validation import flatten
 from tandem.errors import CheckpointError, ConfigError, full_disk, writing
 from tandem.storage.cache import fingerprint, is_export, real_path
 from tandem.storage.ownership import open_own, refuse_other_than_file, refuse_other_than_folder
-from tandem.terminal.arguments import option, setting
+from tandem.terminal.arguments import in_command, option, setting
 from tandem.terminal.commands import override, tandem_command
 
 TRANSLATION_FILE = "translation.txt"  # what became of the keys of another trainer's configuration
@@ -36,6 +36,8 @@ TEMPORARY_NAMES = (
     *(re.escape(name) for name in FILES if "/" not in name),
     *(r"metrics\.step_[0-9]+(\.[0-9]+)?\.jsonl", "model"),
 )
+# Keys of a run's own place and code, which a new run has of its own.
+PLACE_KEYS = ("run.dir", "run.code", "checkpointing.checkpoint_dir")
 # Keys that do not affect the weights after a given step, so they may change when a run is resumed.
 MAY_CHANGE = (
     "run.name",
@@ -151,6 +153,26 @@ def earlier_run(run: Path, loaded: LoadedConfig) -> tuple[str, str] | None:
     )
 
 
+def other_run_hint(run: Path, loaded: LoadedConfig) -> str:
+    """Return how to train a configuration that `run` cannot continue with, as a sentence: a command that runs as printed."""
+    if not in_command():
+        return "Choose another run.dir, or start a new run with fresh=True."
+    changed = _changed(stored_config(run) or {}, _config_now(loaded))
+    keys = [override(key, value) for key, value in changed.items() if not key.startswith(PLACE_KEYS)]
+    return f"Train a new run: {tandem_command('train', '--config', f'{run}/config.yaml', *loaded.options, *keys, '--fresh')}"
+
+
+def _changed(old: Any, new: Any, key: str = "") -> dict[str, Any]:
+    """Return the new values of keys that differ. A section that has other keys than before is one value."""
+    if not isinstance(old, dict) or not isinstance(new, dict) or (key and old.keys() != new.keys()):
+        return {} if old == new else {key: new}
+    return {
+        one: value
+        for name in new
+        for one, value in _changed(old.get(name), new[name], f"{key}.{name}" if key else name).items()
+    }
+
+
 def _is_raised(new: int | None, old: int | None) -> bool:
     """Return whether a limit was raised from `old` to `new`. None means no limit."""
     return old is not None and (new is None or new > old)
@@ -226,13 +248,14 @@ def refuse_other_config(run: Path, loaded: LoadedConfig) -> None:
         by_share = loaded.config.policy.scheduler_spans_run and any(
             f"  {key}:" in " ".join(differences) for key in LENGTH_KEYS
         )
+        hint = other_run_hint(run, loaded)
         why = "policy.scheduler spans the run, so its length determines the learning rate of every step.\n"
         raise CheckpointError(
             f"{run} contains a run with another configuration:\n"
             + "\n".join(differences)
             + "\n"
             + (why if by_share else "")
-            + "Restore the old values, or choose another run.dir for a new run."
+            + f"Restore the old values, or {hint[0].lower()}{hint[1:]}"
         )
 
 
