@@ -9,7 +9,7 @@ from tandem.errors import ConfigError, DataError, DiskError
 from tandem.generation.generate import Generation
 from tandem.generation.output import OutputFile, generated_by, record_of
 from tandem.generation.records import Answer, Prompt, Request, make_sampling
-from tandem.generation.show import summary
+from tandem.generation.show import as_json, summary
 
 pytestmark = pytest.mark.usefixtures("of_a_command")
 
@@ -156,21 +156,38 @@ def test_a_file_without_a_line_is_removed_after_an_error_unless_it_was_there_bef
 
 
 @pytest.mark.parametrize(
-    ("num_resumed", "text"),
+    ("num_resumed", "num_new", "text"),
     [
-        (0, "Wrote out.jsonl: 3 prompts with 2 completions each by a."),
-        (1, "Wrote out.jsonl: 3 prompts with 2 completions each by a. 1 of its 3 lines was there before."),
-        (3, "out.jsonl was complete before: 3 prompts with 2 completions each by a."),
+        (0, 3, "Wrote out.jsonl: 3 prompts with 2 completions each by a.\n1.0 s. Completions: 2 cut at the limit."),
+        (
+            1,
+            2,
+            "Wrote out.jsonl: 3 prompts with 2 completions each by a. 1 of its 3 lines was there already, 2 are new.\n"
+            "1.0 s. New completions: 2 cut at the limit.",
+        ),
+        (
+            2,
+            1,
+            "Wrote out.jsonl: 3 prompts with 2 completions each by a. 2 of its 3 lines were there already, 1 is new.\n"
+            "1.0 s. New completions: 2 cut at the limit.",
+        ),
+        (
+            3,
+            0,
+            "out.jsonl was complete already, so nothing was generated: 3 prompts with 2 completions each by a.",
+        ),
     ],
 )
-def test_the_summary_says_what_was_in_the_file_before(num_resumed, text):
+def test_the_summary_counts_the_lines_that_were_there_and_those_that_are_new(num_resumed, num_new, text):
     made = Generation(
         models=("a",),
         num_prompts=3,
         num_skipped=0,
         num_resumed=num_resumed,
         num_tokens=0,
-        seconds=0.0,
+        seconds=1.0,
+        finishes={"length": 2} if num_new else {},
         out=Path("out.jsonl"),
     )
     assert summary(made, 2) == text
+    assert (as_json(made)["num_resumed"], as_json(made)["num_new"]) == (num_resumed, num_new)
