@@ -156,7 +156,7 @@ def earlier_run(run: Path, loaded: LoadedConfig) -> tuple[str, str] | None:
 def other_run_hint(run: Path, loaded: LoadedConfig) -> str:
     """Return how to train a configuration that `run` cannot continue with, as a sentence: a command that runs as printed."""
     if not in_command():
-        return "Choose another run.dir, or start a new run with fresh=True."
+        return f"Choose another run.dir, or start a new run with {option('fresh', True)}."
     changed = _changed(stored_config(run) or {}, _config_now(loaded))
     keys = [override(key, value) for key, value in changed.items() if not key.startswith(PLACE_KEYS)]
     return f"Train a new run: {tandem_command('train', '--config', f'{run}/config.yaml', *loaded.options, *keys, '--fresh')}"
