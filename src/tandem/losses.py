@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tandem.config.losses import LOSS_ARGUMENTS, unknown_loss
 from tandem.config.sections.dpo import Dpo
 from tandem.config.validation import validate
 from tandem.errors import ConfigError
@@ -127,11 +128,9 @@ def declare(**declared: Any) -> Callable[[Function], Function]:
 
 
 def _named(loss: str | Callable[..., Any]) -> str:
-    if isinstance(loss, str):
+    if isinstance(loss, str) or not callable(loss):
         _refuse_unknown(loss)
         return loss
-    from tandem.config.losses import LOSS_ARGUMENTS
-
     name = f"python:{getattr(loss, '__name__', 'loss').strip('<>')}"
     declare_user_loss(UserFunction(name, loss, ""), ("beta", *LOSS_ARGUMENTS))
     return name
@@ -147,7 +146,7 @@ def _settings_of(keys: dict[str, Any]) -> Dpo:
 
 def _refuse_unknown(name: str) -> None:
     if name not in LOSSES:
-        raise ConfigError(f"{name}: not a loss. Use one of {', '.join(LOSSES)}.")
+        raise ConfigError(f"{unknown_loss(name)}.")
 
 
 def _tensor(values: Any) -> "Tensor":

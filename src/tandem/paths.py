@@ -12,7 +12,8 @@ from tandem.data.read.hub import is_hub_name
 from tandem.errors import CheckpointError, ConfigError, DataError
 from tandem.model.files.source import check_path, refuse_missing, refuse_revision
 from tandem.storage.cache import is_checkpoint
-from tandem.training.run.directory import choose_run_dir, is_finished, refuse_links, why_not_a_run
+from tandem.training.run.directory import choose_run_dir, is_finished, refuse_links
+from tandem.training.run.other_folders import why_not_a_run
 
 
 def check_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> None:

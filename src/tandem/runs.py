@@ -28,7 +28,8 @@ from tandem.terminal.arguments import in_command
 from tandem.terminal.commands import with_other_path
 from tandem.terminal.printable import escaped
 from tandem.training.checkpoint.ranking import Record, measured_on, records_in
-from tandem.training.run.directory import SWEEP_FILE, run_of_checkpoints, stored_config, why_not_a_run
+from tandem.training.run.directory import stored_config
+from tandem.training.run.other_folders import SWEEP_FILE, run_of_checkpoints, why_not_a_run
 
 Status = Literal["finished", "running", "stopped"]
 T = TypeVar("T")

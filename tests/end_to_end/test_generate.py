@@ -244,6 +244,17 @@ def test_a_mistake_ends_in_one_message(tandem, tmp_path, monkeypatch, arguments,
     assert tandem(*arguments) == (code, "", f"tandem: error: {message}\n")
 
 
+def test_a_chat_without_standard_input_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tandem", "chat", "embedded"])
+    monkeypatch.setattr(sys, "stdin", None)  # as Python sets it where standard input is closed
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert (ended.value.code, capsys.readouterr().err) == (
+        2,
+        "tandem: error: standard input is closed, so no line can be read. Start the chat on a terminal, or pipe lines in.\n",
+    )
+
+
 def test_a_model_without_a_template_cannot_chat(tandem):
     assert tandem("chat", MODEL, "--chat-template", "none", "--quiet") == (
         2,

@@ -20,6 +20,7 @@ from tandem.model.files.tiny import tiny_model
 from tandem.report.reporter import Reporter
 from tandem.report.verdicts import Verdict
 from tandem.training.run import finish
+from tandem.training.run.directory import other_run_hint
 from tandem.training.run.finish import REAL_MODEL, blamed_keys, with_real_model
 from tandem.training.trainer import train
 
@@ -255,6 +256,41 @@ def test_an_unfinished_run_resumes_with_the_printed_command(tmp_path, monkeypatc
         cli.main()
     assert ended.value.code in (None, 0)
     assert "Done. Everything is in runs/tandem-1" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("of_a_command")
+def test_the_command_for_a_new_run_sets_everything_that_was_asked_for(tmp_path):
+    """Also where a section replaces a value, has other keys than before, or is removed."""
+    run = tmp_path / "a run"
+    run.mkdir()
+    scheduled = "policy.scheduler={name: linear, warmup_ratio: 0.1}"
+    stored = load_config(None, [f"run.dir='{run}'", "dpo.preference_loss={dpo: 1, ipo: 1}"])
+    (run / "config.yaml").write_text(stored.as_yaml(), encoding="utf-8")
+    for changes in (
+        ["dpo.max_num_steps=4", scheduled, "dpo.preference_loss={dpo: 1, sppo_hard: 0.5}", "data.validation=null"],
+        ["dpo.max_num_steps=4", "policy.scheduler=null", "policy.tokenizer.chat_template_kwargs={a: 'b c'}"],
+    ):
+        asked = load_config(str(run / "config.yaml"), changes)
+        hint = other_run_hint(run, asked)
+        assert hint.startswith("Train a new run: ") and hint.endswith(" --fresh")
+        command = hint.removeprefix("Train a new run: ").removesuffix(" --fresh")
+        assert reread(command).config == asked.config
+        (run / "config.yaml").write_text(asked.as_yaml(), encoding="utf-8")
+
+
+def test_the_command_for_a_shorter_run_works_as_printed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    train(load_config(None, [*SHORT, own_pairs(tmp_path), *OWN_KEYS]), Reporter("quiet"))
+    monkeypatch.setattr(sys, "argv", ["tandem", "train", "--resume", "runs/tandem-1", "dpo.max_num_steps=1"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    command = capsys.readouterr().err.split("Train a new run: ")[1]
+    words = shlex.split(command)
+    monkeypatch.setattr(sys, "argv", ["tandem", *words[words.index("train") :]])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code in (None, 0)
+    assert "Done. Everything is in runs/tandem-2" in capsys.readouterr().out
 
 
 RATE = ("policy.optimizer.kwargs.lr", "Train with a larger policy.optimizer.kwargs.lr.")

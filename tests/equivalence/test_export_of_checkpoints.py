@@ -385,9 +385,39 @@ def test_a_folder_of_someone_else_is_never_written_to(made, tmp_path):
     assert refused(made, out=link) == f"--out {link}: a symbolic link. Give the folder itself, or another one."
 
 
+def test_an_export_of_another_step_form_or_run_is_not_overwritten_and_the_message_says_what_it_is(run, tmp_path):
+    out = tmp_path / "out"
+    made_of = request_export(run, checkpoint="step_2", out=out).made_of
+    out.mkdir()
+    record = out / "tandem_export.json"
+    record.write_text(json.dumps({"made_of": made_of, "step": 2}))
+    instead = f"tandem does not overwrite it. Choose another folder, such as {out}-step_4, or delete this one."
+    assert refused(run, checkpoint="step_4", out=out) == (
+        f"--out {out}: it holds the export of step 2, and this is the export of step 4, and {instead}"
+    )
+    instead = instead.replace("step_4", "step_2")
+    assert refused(run, checkpoint="step_2", dtype="float16", out=out) == (
+        f"--out {out}: it holds an export of this step, 2, in another form (dtype auto, now float16), and {instead}"
+    )
+    record.write_text(json.dumps({"made_of": made_of | {"checkpoint": "another"}, "step": 2}))
+    (tmp_path / "out-step_2").mkdir()
+    assert refused(run, checkpoint="step_2", out=out) == (
+        f"--out {out}: it holds the export of step 2 of another run, and tandem does not overwrite it. Choose another "
+        "folder, or delete this one."
+    )
+
+
+def test_the_help_says_that_a_dry_run_writes_the_export(monkeypatch, capsys):
+    _, out, _ = tandem(monkeypatch, capsys, "export", "--help")
+    assert "Write the export, and list what would be uploaded; upload nothing." in " ".join(out.split())
+
+
 def test_options_that_cannot_work_are_refused(made, monkeypatch, capsys):
     assert refused(made, dtype="int4") == (
         "--dtype int4: not a data type of an export. Use one of auto, float32, bfloat16, float16."
+    )
+    assert refused(made, dtype="bf16") == (
+        "--dtype bf16: not a data type of an export. Did you mean bfloat16? Use one of auto, float32, bfloat16, float16."
     )
     assert refused(made, max_shard_size="big") == "--max-shard-size big: not a size. Write 5GB or 500MB, for example."
     assert refused(made, dry_run=True) == (

@@ -13,6 +13,7 @@ from tandem.errors import CheckpointError
 from tandem.exporting.weights import round_stochastically
 from tandem.storage.cache import write_manifest
 from tandem.storage.ownership import GREATEST_PID, MARKER
+from tandem.terminal.commands import tandem_command
 from tandem.training.checkpoint import checkpoints as checkpoint
 
 pytestmark = pytest.mark.usefixtures("of_a_command")
@@ -124,7 +125,10 @@ def test_another_configuration_in_the_same_directory_is_refused_with_the_differe
     assert str(refused.value) == (
         f"{tmp_path}/cut contains a run with another configuration:\n"
         "  dpo.reference_policy_kl_penalty: 0.1 there, 0.2 now\n"
-        "Restore the old values, or choose another run.dir for a new run."
+        "Restore the old values, or train a new run: "
+        + tandem_command(
+            "train", "--config", f"{tmp_path}/cut/config.yaml", "dpo.reference_policy_kl_penalty=0.2", "--fresh"
+        )
     )
     with pytest.raises(CheckpointError, match=r"run\.seed: 42 there, 43 now"):
         short_run(tmp_path / "cut", *SAVING, "run.seed=43")

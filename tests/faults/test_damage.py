@@ -192,9 +192,10 @@ def test_a_changed_value_in_a_runs_configuration_is_refused_with_the_difference(
     assert right in file.read_text()
     file.write_text(file.read_text().replace(right, wrong))
     ended = small.run(run, cache, KEEPING)
-    assert (ended.code, ended.err) == (
-        4,
+    assert ended.code == 4
+    assert ended.err.startswith(
         f"tandem: error: {run} contains a run with another configuration:\n"
         "  dpo.reference_policy_kl_penalty: 0.5 there, 0.1 now\n"
-        "Restore the old values, or choose another run.dir for a new run.\n",
+        "Restore the old values, or train a new run: "
     )
+    assert ended.err.endswith(f" train --config {file} dpo.reference_policy_kl_penalty=0.1 --fresh\n")

@@ -352,8 +352,14 @@ def test_losses_are_listed_described_and_computed():
     }.items():
         with pytest.raises(ConfigError, match=message):
             tandem.losses.compute("dpo", **(pair | eval(f"dict({wrong})")))
-    with pytest.raises(ConfigError, match=r"sigmoidal: not a loss\. Use one of dpo, sigmoid"):
+    with pytest.raises(
+        ConfigError, match=r"^unknown loss 'sigmoidal'\. Did you mean sigmoid\? Use one of dpo, .* or cpo\.$"
+    ):
         tandem.losses.describe("sigmoidal")
+    with pytest.raises(ConfigError, match=r"^unknown loss 'ipoo'\. Did you mean ipo\? Use one of dpo, .* or cpo\.$"):
+        tandem.losses.compute("ipoo", **pair)
+    with pytest.raises(ConfigError, match=r"^unknown loss None\. Use one of dpo, "):
+        tandem.losses.compute(None, **pair)
     with pytest.raises(ConfigError, match="needs_refrence: not a property of losses"):
         tandem.losses.declare(needs_refrence=False)
 

@@ -119,6 +119,7 @@ def test_a_missing_data_file_is_reported_with_exit_code_3_and_no_run_is_created(
 MODEL = ["policy.model_name=./no", "data.train=embedded"]
 FOLDER = ["policy.model_name=.", "data.train=embedded"]
 ADAPTER = ["policy.lora.enabled=true", "policy.lora.adapter=./no"]
+GENERATE = ["generate", "embedded", "--prompt", "Hi"]
 TWO_SETS = ["data.train=no.jsonl", "data.validation=no2.jsonl"]
 
 
@@ -139,10 +140,36 @@ TWO_SETS = ["data.train=no.jsonl", "data.validation=no2.jsonl"]
         (["prepare", "data.train=no.jsonl"], 3, f"no.jsonl: {NO_FILE}"),
         (["train", "data.train=[no*.jsonl,embedded]"], 3, "no*.jsonl: no file matches this pattern."),
         (["train", "--config", "no.yaml"], 2, "{here}/no.yaml: no such configuration file."),
+        (
+            [*GENERATE, "--chat-template", "no.jinja"],
+            2,
+            "--chat-template no.jinja: there is no such file. Check the path.",
+        ),
+        (
+            [*GENERATE, "--chat-template", "no"],
+            2,
+            "--chat-template no: not a file that ends in .jinja. Give one, or none for plain text.",
+        ),
+        (
+            [*GENERATE, "--out", "{here}"],
+            2,
+            "--out {here}: a folder. Give the name of a file, such as {here}/completions.jsonl.",
+        ),
+        (
+            [*GENERATE, "--out", "no/o.jsonl"],
+            2,
+            "--out no/o.jsonl: no does not exist. Create this folder, or choose another file.",
+        ),
+        (
+            [*GENERATE, "--out", "o.csv"],
+            2,
+            "--out o.csv: JSON lines are written, which a .csv file does not hold. Give a name that ends in .jsonl, such as "
+            "o.jsonl.",
+        ),
     ],
 )
 def test_a_wrong_path_is_reported_before_heavy_imports(tmp_path, arguments, code, message):
-    ended = tandem(*arguments, cwd=tmp_path)
+    ended = tandem(*(one.format(here=tmp_path) for one in arguments), cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (code, "")
     assert ended.stderr == f"tandem: error: {message.format(here=tmp_path)}\nimported: \n"
     assert not list(tmp_path.iterdir())
@@ -154,12 +181,19 @@ def test_a_wrong_path_is_reported_before_heavy_imports(tmp_path, arguments, code
         (["run.dir=taken"], 2, "run.dir = taken: a file, not a directory. Choose another run.dir."),
         (["run.dir=full"], 2, f"run.dir = full: not empty, and {NO_RUN}. Choose another directory."),
         (["--resume", "full"], 4, f"--resume full: {NO_RUN}."),
+        (
+            ["--resume", "run", "run.dir=other"],
+            2,
+            "--resume run and run.dir=other set the same key. Leave out one of them.",
+        ),
     ],
 )
 def test_an_unusable_run_directory_is_refused_before_heavy_imports(tmp_path, given, code, message):
     (tmp_path / "taken").touch()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
     ended = tandem("train", *given, cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (code, "")
     assert ended.stderr == f"tandem: error: {message}\nimported: \n"

@@ -14,7 +14,7 @@ from tandem.run_numbers import wilson
 from tandem.runs import list_runs, list_sweeps, open_run
 from tandem.terminal.arguments import command_words
 from tandem.terminal.commands import tandem_command
-from tandem.training.run.directory import why_not_a_run
+from tandem.training.run.other_folders import why_not_a_run
 
 
 def test_everything_a_finished_run_holds(tmp_path):

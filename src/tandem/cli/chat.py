@@ -19,6 +19,7 @@ from tandem.cli.generate import (
     TopP,
     write_at_once,
 )
+from tandem.errors import ConfigError
 
 
 @app.command("chat")
@@ -41,6 +42,10 @@ def chat(
     from tandem.generation.generate import export_checkpoints, name_models
     from tandem.generation.records import EngineSettings, make_sampling
 
+    if sys.stdin is None:
+        raise ConfigError(
+            "standard input is closed, so no line can be read. Start the chat on a terminal, or pipe lines in."
+        )
     sampling = make_sampling(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed)
     settings = EngineSettings(
         name=engine,  # type: ignore[arg-type]

@@ -54,7 +54,9 @@ def export(
     push_to_hub: Annotated[
         str | None, typer.Option(metavar="REPO", help="Upload the export to OWNER/NAME on the Hugging Face hub.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be uploaded; upload nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write the export, and list what would be uploaded; upload nothing.")
+    ] = False,
     allow_env: AllowEnv = None,
     allow_code: AllowCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -64,7 +65,9 @@ TokenIds = Annotated[bool, typer.Option("--token-ids", help="http: ask for token
 Out = Annotated[
     str | None,
     typer.Option(
-        metavar="FILE", callback=expand_home_callback, help="Write JSON lines to FILE, or continue an incomplete one."
+        metavar="FILE",
+        callback=expand_home_callback,
+        help="Write JSON lines to FILE (.jsonl), or continue an incomplete one.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON lines as in --out; with --out, print a summary.")]
@@ -98,11 +101,18 @@ def generate_completions(
     quiet: Quiet = False,
 ) -> None:
     """Generate completions of prompts, greedily or sampled."""
-    from tandem.generation.generate import name_models
-    from tandem.generation.records import EngineSettings, make_sampling
+    from tandem.generation.paths import check_out, check_template
 
     if (prompts is None) == (prompt is None):
         raise ConfigError("Give either --prompts FILE or --prompt TEXT.")
+    if out is not None:
+        check_out(Path(out))
+    if chat_template is not None:
+        check_template(chat_template)
+
+    from tandem.generation.generate import name_models
+    from tandem.generation.records import EngineSettings, make_sampling
+
     sampling = make_sampling(
         num_samples=samples, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed
     )

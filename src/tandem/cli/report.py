@@ -34,10 +34,16 @@ def report(
     written = write_report(runs, out, with_bar("Reading runs", Reporter("quiet" if quiet or as_json else "normal")))
     if as_json:
         best = None if written.best is None else str(written.best.run.path)
-        content = {"page": str(written.page), "runs": [run_as_json(run) for run in written.runs], "best": best}
+        content = {
+            "page": str(written.page),
+            "is_replaced": written.is_replaced,
+            "runs": [run_as_json(run) for run in written.runs],
+            "best": best,
+        }
         print(json.dumps(content, ensure_ascii=False, indent=1))
     elif not quiet:
-        print(f"{written.page} is written: open it in a browser.")
+        replaced = " and replaces the earlier page" if written.is_replaced else ""
+        print(f"{written.page} is written{replaced}: open it in a browser.")
         if len(written.runs) > 1 and written.best is None:
             print(f"No run is marked as the best: {NO_BEST}")
         elif (found := written.best) is not None:

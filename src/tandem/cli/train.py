@@ -20,6 +20,7 @@ from tandem.cli.app import (
     expand_home_callback,
     is_distributed,
     reported_once_per_machine,
+    with_option,
 )
 from tandem.errors import ConfigError
 from tandem.terminal.commands import override
@@ -77,7 +78,7 @@ def train(
         if config is not None or fresh:
             raise ConfigError("--resume uses the configuration saved in DIR. Leave out --config and --fresh.")
         check_resumed(Path(resume))
-        config, overrides = f"{resume}/config.yaml", [*(overrides or []), override("run.dir", resume)]
+        config, overrides = f"{resume}/config.yaml", with_option(overrides or [], "--resume", "run.dir", resume)
     per_pair_file = Path(per_pair) if per_pair else None
     with reported_once_per_machine():
         loaded = load_config(config, overrides or [], allow_env or [], allow_code=allow_code, from_format=from_format)

@@ -133,11 +133,7 @@ def why_not_losses(chosen: Any) -> str | None:
         if name not in LOSSES and not is_user_function(name):
             if missing := function_missing(name):
                 return f"dpo.preference_loss = {name}: {missing}"
-            low = str(name).lower()
-            near = [known for known in LOSSES if known.startswith(f"{low}_")]
-            near = near or difflib.get_close_matches(low, LOSSES, 1)
-            hint = f" Did you mean {join_names(near, 'or')}?" if near else ""
-            return f"dpo.preference_loss: unknown loss {name!r}.{hint} Use one of {join_names(LOSSES, 'or')}"
+            return f"dpo.preference_loss: {unknown_loss(name)}"
     if chosen == {}:
         return "dpo.preference_loss is empty. Name a loss, such as dpo"
     weights = chosen.items() if isinstance(chosen, dict) else []
@@ -145,6 +141,15 @@ def why_not_losses(chosen: Any) -> str | None:
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight) or weight <= 0:
             return f"dpo.preference_loss.{name} = {json.dumps(weight, default=str)}: a weight must be a number above 0"
     return None
+
+
+def unknown_loss(name: Any) -> str:
+    """Return a message about a name that is not a loss, without its last full stop, with the nearest names and all of them."""
+    low = str(name).lower()
+    near = [known for known in LOSSES if known.startswith(f"{low}_")]
+    near = near or difflib.get_close_matches(low, LOSSES, 1)
+    hint = f" Did you mean {join_names(near, 'or')}?" if near else ""
+    return f"unknown loss {name!r}.{hint} Use one of {join_names(LOSSES, 'or')}"
 
 
 def unsupported_settings(chosen: ChosenLosses, values: Mapping[str, Any], changed: Collection[str]) -> list[str]:

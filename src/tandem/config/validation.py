@@ -23,6 +23,8 @@ UNION_BRANCH = re.compile(
     r"(function-.*|list\[.*|literal\[.*|constrained-.*|scheduler-.*|Scheduler|Milestones|one|several|int|float|bool|str)\Z"
 )
 
+SHORT_DTYPES = {"bfloat16": ("bf16",), "float16": ("fp16", "f16", "half"), "float32": ("fp32", "f32", "float")}
+
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested dicts as one dict with dotted keys: {'a': {'b': 1}} is returned as {'a.b': 1}. Empty dicts stay as values."""
@@ -124,7 +126,17 @@ def _explain(error: Any, origins: dict[str, str], hidden: dict[str, Any]) -> tup
     # A value from the environment may be a secret, so its interpolation is shown instead.
     shown = next((v for k, v in hidden.items() if f"{key}.".startswith(f"{k}.")), error["input"])
     reason = error["msg"][0].lower() + error["msg"][1:]
+    meant = dtype_meant(error["input"]) if error["type"] == "literal_error" else None
+    if meant is not None and f"'{meant}'" in error["ctx"]["expected"]:
+        reason = f"did you mean {meant}? {error['msg']}"
     return f"{place}: {key} = {json.dumps(shown, default=str, ensure_ascii=False)}", reason
+
+
+def dtype_meant(given: object) -> str | None:
+    """Return the data type that a short spelling means: bfloat16 for bf16; None if it is not one."""
+    return next(
+        (name for name, short in SHORT_DTYPES.items() if isinstance(given, str) and given.lower() in short), None
+    )
 
 
 def origin_of(key: str, origins: dict[str, str]) -> str:

@@ -26,7 +26,7 @@ from tandem.storage.ownership import lock_holder
 from tandem.terminal.arguments import in_command, option, setting
 from tandem.terminal.commands import finish_or_use_checkpoint, override, tandem_command
 from tandem.training.checkpoint.start_model import TrainedWith, base_of, config_without_data, reference_of
-from tandem.training.run.directory import hint_of_run, what_runs_it_holds
+from tandem.training.run.other_folders import hint_of_run, what_runs_it_holds
 
 READING_KEYS = ("prompt_key", "chosen_key", "rejected_key")
 LENGTH_KEY = "policy.max_total_sequence_length"

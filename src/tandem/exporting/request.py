@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from tandem.config.load import LoadedConfig, load_config
 from tandem.config.schema import Config, Export, canonical_size
 from tandem.config.sections.section import expand_home
+from tandem.config.validation import dtype_meant
 from tandem.errors import CheckpointError, ConfigError
 from tandem.exporting.gguf import find_converter
 from tandem.exporting.hub import check_repository
@@ -18,7 +19,9 @@ from tandem.storage.cache import is_checkpoint, is_export, read_json, real_path,
 from tandem.storage.ownership import lock_holder, step_in
 from tandem.terminal.arguments import option
 from tandem.terminal.commands import resume_call
-from tandem.training.run.directory import checkpoint_dir, is_finished, refuse_links, why_not_a_run
+from tandem.terminal.printable import listed
+from tandem.training.run.directory import checkpoint_dir, is_finished, refuse_links
+from tandem.training.run.other_folders import why_not_a_run
 
 RECORD = "tandem_export.json"  # says which checkpoint an export was made from, with which settings
 Form = Literal["adapter", "merged"]
@@ -95,7 +98,7 @@ def request_export(
         config=config,
         folder=folder,
         made_of=made_of,
-        is_written=_is_written(folder, made_of),
+        is_written=_is_written(folder, made_of, found.step),
         measured=measured,
         converter=converter,
         repository=push_to_hub,
@@ -202,7 +205,10 @@ def _with_options(
         )
     dtypes = get_args(Export.model_fields["dtype"].annotation)
     if dtype is not None and dtype not in dtypes:
-        raise ConfigError(f"{option('dtype', dtype)}: not a data type of an export. Use one of {', '.join(dtypes)}.")
+        hint = f" Did you mean {meant}?" if (meant := dtype_meant(dtype)) else ""
+        raise ConfigError(
+            f"{option('dtype', dtype)}: not a data type of an export.{hint} Use one of {', '.join(dtypes)}."
+        )
     pattern = Export.model_json_schema()["properties"]["max_shard_size"]["pattern"]
     if max_shard_size is not None and not re.fullmatch(pattern, max_shard_size):
         raise ConfigError(f"{option('max_shard_size', max_shard_size)}: not a size. Write 5GB or 500MB, for example.")
@@ -230,8 +236,8 @@ def _made_of(found: Checkpoint, export: Export) -> dict[str, str]:
     return {"checkpoint": digest, **{name: str(value) for name, value in settings.items()}}
 
 
-def _is_written(folder: Path, made_of: dict[str, str]) -> bool:
-    """Return whether a folder already contains this export. Raise ConfigError if it contains anything else."""
+def _is_written(folder: Path, made_of: dict[str, str], step: int) -> bool:
+    """Return whether a folder already contains this export, of `step`. Raise ConfigError if it contains anything else."""
     if folder.is_symlink() or not os.path.lexists(folder):
         if folder.is_symlink():
             raise ConfigError(f"{option('out', folder)}: a symbolic link. Give the folder itself, or another one.")
@@ -243,14 +249,27 @@ def _is_written(folder: Path, made_of: dict[str, str]) -> bool:
     record = read_record(folder)
     if record.get("made_of") == made_of and is_export(folder):
         return True
-    what = (
-        f"it holds an export of step {record['step']} in another form or of another run"
-        if "step" in record
-        else "not empty"
-    )
+    if "step" not in record:
+        raise ConfigError(
+            f"{option('out', folder)}: not empty, and tandem does not overwrite it. Choose another folder, or delete this one."
+        )
+    another = folder.with_name(f"{folder.name}-step_{step}")
+    choose = "Choose another folder" if os.path.lexists(another) else f"Choose another folder, such as {another}"
     raise ConfigError(
-        f"{option('out', folder)}: {what}, and tandem does not overwrite it. Choose another folder, or delete this one."
+        f"{option('out', folder)}: {_what_differs(record, made_of, step)}, and tandem does not overwrite it. {choose}, or "
+        "delete this one."
     )
+
+
+def _what_differs(record: dict[str, Any], made_of: dict[str, str], step: int) -> str:
+    """Return how the export in a folder, described by its tandem_export.json, differs from the one that is asked for."""
+    if record["step"] != step:
+        return f"it holds the export of step {record['step']}, and this is the export of step {step}"
+    then = record.get("made_of")
+    if not isinstance(then, dict) or then.get("checkpoint") != made_of["checkpoint"]:
+        return f"it holds the export of step {step} of another run"
+    changes = listed(f"{key} {then.get(key)}, now {now}" for key, now in made_of.items() if then.get(key) != now)
+    return f"it holds an export of this step, {step}, in another form ({changes or 'incomplete'})"
 
 
 def record_text(request: ExportRequest, step: int, **facts: Any) -> str:

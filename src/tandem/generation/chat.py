@@ -87,7 +87,8 @@ class Chat:
         name, _, argument = line.strip().partition(" ")
         try:
             if (at := byte_that_is_not_utf8(line)) is not None:
-                raise DataError(f"this line is not UTF-8 at byte {at}, so it was left out: {line}. Write it in UTF-8.")
+                shown = line.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+                raise DataError(f"this line is not UTF-8 at byte {at}, so it was left out: {shown}. Write it in UTF-8.")
             if line.startswith("/"):
                 return self._command(name, argument.strip())
             if line.strip():
@@ -116,12 +117,14 @@ class Chat:
             for command, meaning in COMMANDS.items():
                 self._say(f"  {command:<13} {meaning}")
         else:
-            raise ConfigError(f"{name} is not a command. /help lists them; to send this line, begin it with a space.")
+            raise ConfigError(
+                f"{name} is not a command. Use {', '.join(COMMANDS)}; to send this line, begin it with a space."
+            )
         return True
 
     def _undo(self) -> None:
         if not self._speakers[0].turns:
-            self._say("Nothing to take back.")
+            self._say("Nothing to take back: the conversation is empty.")
             return
         for speaker in self._speakers:
             del speaker.turns[-2:]
@@ -171,7 +174,11 @@ class Chat:
         try:
             [request] = speaker.ready.requests([prompt], [prompt], one)
         except DataError as error:
-            raise DataError(f"{error} Take back a question with /undo, or start again with /reset.") from None
+            # The question that failed is not part of the conversation, so /undo makes room only if there is an earlier one.
+            room = (
+                " Or make room: /undo takes back the question before it, /reset all of them." if speaker.turns else ""
+            )
+            raise DataError(f"{error}{room}") from None
         pieces: list[str] = []
 
         def write(piece: str) -> None:
@@ -197,8 +204,8 @@ class Chat:
 
 def read_lines(stream: TextIO, prompt: str = "> ") -> Iterator[str]:
     """Yield lines until the end of the input (Ctrl-D). On a terminal lines can be edited, and Ctrl-C drops the current one."""
-    if isinstance(stream, io.TextIOWrapper):  # a line that is not UTF-8 is refused by `Chat.handle`
-        stream.reconfigure(errors="surrogateescape")
+    if isinstance(stream, io.TextIOWrapper):  # in any locale; a line that is not UTF-8 is refused by `Chat.handle`
+        stream.reconfigure(encoding="utf-8", errors="surrogateescape")
     if not stream.isatty():
         yield from (line.rstrip("\r\n") for line in stream)
         return

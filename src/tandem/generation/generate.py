@@ -11,6 +11,7 @@ from typing import Any
 from tandem.errors import ConfigError
 from tandem.exporting.cached import export_checkpoint
 from tandem.generation.output import OutputFile, Record, generated_by, prompts_fingerprint, record_of
+from tandem.generation.paths import check_out, check_template
 from tandem.generation.prompts import prompts_from
 from tandem.generation.records import Answer, Engine, EngineSettings, Prompt, Request, Sampling
 from tandem.generation.render import Renderer, check_lengths
@@ -81,6 +82,8 @@ def generate(
     completion while it is generated. warn: receives warnings.
     """
     sampling, engine = sampling or Sampling(), engine or EngineSettings()
+    if out is not None:
+        check_out(Path(out))
     models = name_models(model, compare, engine)
     found, num_skipped = prompts_from(prompts)
     return generate_prompts(
@@ -140,6 +143,8 @@ def check_engine(engine: EngineSettings) -> None:
         raise ConfigError(f"{option('endpoint', engine.endpoint)}: give chat or completions.")
     if engine.concurrency < 1 or engine.timeout_seconds <= 0:
         raise ConfigError(f"{option('concurrency')} and {option('timeout_seconds')} must be positive numbers.")
+    if engine.chat_template is not None:
+        check_template(engine.chat_template)
     if engine.name == "vllm":
         from tandem.generation.vllm_engine import check_vllm
 

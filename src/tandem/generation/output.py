@@ -10,6 +10,7 @@ from typing import IO, Any
 
 from tandem import __version__
 from tandem.errors import ConfigError, DataError, DiskError, full_disk
+from tandem.generation.paths import check_out
 from tandem.generation.records import Answer, Prompt, as_json_prompt
 from tandem.storage.cache import fingerprint, replacing
 from tandem.storage.ownership import open_own
@@ -70,10 +71,7 @@ class OutputFile:
 
     def __init__(self, path: Path):
         self.path = path
-        if path.is_dir():
-            raise ConfigError(
-                f"{option('out', path)}: a folder. Give the name of a file, such as {path / 'completions.jsonl'}."
-            )
+        check_out(path)
         self._is_new = not path.exists()
         try:
             self._file: IO[bytes] = open_own(path, "ab")

@@ -65,14 +65,18 @@ def summary(generation: Generation, num_samples: int) -> str:
     prompts = f"{g.num_prompts:,} prompt{'s' * (g.num_prompts != 1)}"
     num_lines = g.num_prompts * len(g.models)
     if g.num_resumed == num_lines:
-        return f"{g.out} was complete before: {prompts} with {completions} each{by}."
-    was = "was" if g.num_resumed == 1 else "were"
-    resumed = f" {g.num_resumed:,} of its {num_lines:,} lines {was} there before." if g.num_resumed else ""
+        return f"{g.out} was complete already, so nothing was generated: {prompts} with {completions} each{by}."
+    num_new = num_lines - g.num_resumed
+    resumed = ""
+    if g.num_resumed:
+        was, are = "was" if g.num_resumed == 1 else "were", "is" if num_new == 1 else "are"
+        resumed = f" {g.num_resumed:,} of its {num_lines:,} lines {was} there already, {num_new:,} {are} new."
     lines = [f"Wrote {g.out}: {prompts} with {completions} each{by}.{resumed}"]
     if g.finishes:
         ended = ", ".join(f"{count:,} {_ending(reason)}" for reason, count in sorted(g.finishes.items(), reverse=True))
+        new = "New c" if g.num_resumed else "C"
         rate = f" {g.num_tokens:,} tokens in {g.seconds:.1f} s ({g.num_tokens / max(g.seconds, 1e-9):,.0f} tokens/s)."
-        lines.append(f"{rate.strip() if g.num_tokens else f'{g.seconds:.1f} s.'} Completions: {ended}.")
+        lines.append(f"{rate.strip() if g.num_tokens else f'{g.seconds:.1f} s.'} {new}ompletions: {ended}.")
     return "\n".join(lines)
 
 
@@ -85,6 +89,7 @@ def as_json(generation: Generation) -> dict[str, Any]:
         "num_prompts": g.num_prompts,
         "num_skipped": g.num_skipped,
         "num_resumed": g.num_resumed,
+        "num_new": g.num_prompts * len(g.models) - g.num_resumed,
         "num_tokens": g.num_tokens,
         "seconds": round(g.seconds, 3),
         "finishes": g.finishes,

@@ -29,7 +29,7 @@ from tandem.storage.ownership import lock_holder
 from tandem.terminal.arguments import option
 from tandem.terminal.commands import finish_or_use_checkpoint
 from tandem.training.checkpoint.start_model import base_of, config_without_data, refuse_changed
-from tandem.training.run.directory import hint_of_run, what_runs_it_holds
+from tandem.training.run.other_folders import hint_of_run, what_runs_it_holds
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -1,5 +1,6 @@
 """Generates with transformers: in padded batches sorted by length, or with its continuous batching."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -45,7 +46,9 @@ def load_model(found: FoundModel, device: torch.device) -> Any:
         from tandem.model.lora.files import read_adapter
 
         read_adapter(str(found.target.adapter))  # refuses anything but plain LoRA weights in safetensors
-        adapted: Any = PeftModel.from_pretrained(model, str(found.target.adapter))
+        # peft reads a deprecated property of transformers' models, which warns.
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            adapted: Any = PeftModel.from_pretrained(model, str(found.target.adapter))
         model = adapted.eval().base_model.model
     return model
 

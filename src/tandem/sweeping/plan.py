@@ -18,7 +18,8 @@ from tandem.storage.ownership import refuse_other_than_file
 from tandem.sweeping.grid import NOT_SWEPT, Combination, Grid, parse_grid
 from tandem.terminal.arguments import option
 from tandem.terminal.commands import key_of, override, tandem_command
-from tandem.training.run.directory import SWEEP_FILE, numbers_in
+from tandem.training.run.directory import numbers_in
+from tandem.training.run.other_folders import SWEEP_FILE
 
 FORMAT = 1
 DEFAULT_PARENT, DEFAULT_STEM = Path("runs"), "sweep"

@@ -96,7 +96,7 @@ def _train(
     callbacks.start(run, stopping, is_first=ranks.is_first)
     setup = _set_up_together(loaded, ranks, reporter)
     refuse_different_ranks(ranks, lambda: derived(setup, run))
-    extended_from = ranks.from_first(lambda: check_extension(run, setup) if finished and more else None)
+    extended_from = ranks.from_first(lambda: check_extension(run, setup, loaded) if finished and more else None)
     if finished and more and extended_from is None:
         reporter.say(f"{run} is finished, with all of its {setup.plan.num_steps} steps: its model is in {run}/model.")
         for text in unreached_limit(setup):
@@ -197,7 +197,7 @@ def _claim_directories(stack: ExitStack, run: Path, setup: Setup, loaded: Loaded
     refuse_taken_names(kept, setup.plan.num_steps)
     remove_abandoned(run, *TEMPORARY_NAMES, is_held=True)
     remove_abandoned(run / "samples", r"step_[0-9]+\.jsonl", is_held=True)
-    refuse_shortening(run, setup)
+    refuse_shortening(run, setup, loaded)
     if not is_finished(run):  # a finished run that is extended gets its configuration later (extension.py)
         write_atomically(run / "config.yaml", loaded.as_yaml(), "config")
         if loaded.translation is not None:

@@ -439,6 +439,14 @@ def test_a_key_that_is_not_text_is_refused(write):
         ),
         ("dpo=3", "dpo = 3: it must be a mapping, such as {KEY: VALUE}."),
         ("data.train=3", "data.train = 3: it must be a mapping, such as {KEY: VALUE}."),
+        (
+            "export.dtype=bf16",
+            "export.dtype = \"bf16\": did you mean bfloat16? Input should be 'auto', 'float32', 'bfloat16' or 'float16'.",
+        ),
+        (  # bfloat16 alone is not a value of this key
+            "policy.weights=bf16",
+            "policy.weights = \"bf16\": input should be 'float32', 'bfloat16_stochastic' or 'bfloat16_nearest'.",
+        ),
         ("data.max_bad_share=1.5", "data.max_bad_share = 1.5: input should be less than or equal to 1."),
     ],
 )

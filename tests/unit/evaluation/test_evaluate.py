@@ -15,7 +15,7 @@ from running import few_pairs, metrics_of, short_run
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tandem.embedded.files import VALIDATION
-from tandem.errors import ConfigError, DataError
+from tandem.errors import ConfigError, DataError, OutOfMemoryError
 from tandem.evaluation import measure as measuring
 from tandem.evaluation.evaluate import evaluate
 from tandem.evaluation.intervals import Estimate
@@ -371,6 +371,19 @@ def test_models_that_are_no_reward_models_are_refused(tmp_path, ranked):
     assert str(caught.value) == (
         f"--reference {MODEL}: {folder} is a sequence-classification model, which gives each completion a score and has no "
         "reference. Leave it out."
+    )
+
+
+def test_too_little_memory_is_answered_with_keys_that_an_evaluation_takes(other_model, ranked, monkeypatch):
+    def fails(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(measuring, "measure", fails)
+    with pytest.raises(OutOfMemoryError) as refused:
+        evaluate(other_model, [ranked], overrides=["policy.precision=float32"])
+    assert str(refused.value) == (
+        "CUDA out of memory. To use less memory, try policy.packing.pack_length below 1024 (rows may be as short as the longest "
+        "preference); then policy.precision=bfloat16."
     )
 
 

@@ -7,14 +7,17 @@ import json
 import pytest
 from rich.console import Console
 
+from tandem.errors import DataError
 from tandem.generation.chat import Chat, Speaker, read_lines
 from tandem.generation.records import Answer, Request
 
 
 class Ready:
-    """Stands for a model that is opened."""
+    """Stands for a model that is opened. Questions of more than 20 characters are too long for it."""
 
     def requests(self, wanted, prompts, sampling):
+        if len(wanted[0].prompt[-1].content) > 20:
+            raise DataError("this conversation: the prompt is too long. Shorten it.")
         return [Request(wanted[0], 0, ())]
 
 
@@ -55,7 +58,17 @@ def test_every_turn_is_answered_with_the_turns_before_it():
 def test_reset_and_undo_forget_turns():
     assert talk("hi", "ho", "/undo", "hey")[0] == "1:hi\n3:ho\nTook back the last question.\n3:hey\n"
     assert talk("hi", "/reset", "ho")[0] == "1:hi\nNew conversation.\n1:ho\n"
-    assert talk("/undo")[0] == "Nothing to take back.\n"
+    assert talk("/undo")[0] == "Nothing to take back: the conversation is empty.\n"
+
+
+def test_undo_is_advised_after_a_question_that_is_too_long_only_if_there_is_one_to_take_back():
+    refused = "<stderr>error: this conversation: the prompt is too long. Shorten it."
+    room = " Or make room: /undo takes back the question before it, /reset all of them."
+    said = talk("long " * 5, "/undo", "hi", "long " * 5, "/undo", "ho")[0]
+    assert said == (
+        f"{refused}\nNothing to take back: the conversation is empty.\n1:hi\n{refused}{room}\n"
+        "Took back the last question.\n1:ho\n"
+    )
 
 
 def test_a_system_message_is_the_first_turn_and_survives_a_reset():
@@ -66,7 +79,8 @@ def test_a_system_message_is_the_first_turn_and_survives_a_reset():
 def test_exit_ends_the_chat_and_an_unknown_command_does_not():
     assert talk("/exit") == ("", False)
     assert talk("/nosuch x") == (
-        "<stderr>error: /nosuch is not a command. /help lists them; to send this line, begin it with a space.\n",
+        "<stderr>error: /nosuch is not a command. Use /reset, /system TEXT, /undo, /save FILE, /help, /exit; to send this "
+        "line, begin it with a space.\n",
         True,
     )
     assert talk(" /nosuch x")[0] == "1:/nosuch x\n"
@@ -121,13 +135,14 @@ def test_a_file_that_cannot_be_written_is_reported_and_nothing_is_left(tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_line_that_is_not_utf_8_is_left_out_and_the_next_one_is_answered():
-    lines = read_lines(io.TextIOWrapper(io.BytesIO(b"/system caf\xe9\nna\xc3\xafve\n"), encoding="utf-8"))
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])  # of the locale, such as C
+def test_a_line_that_is_not_utf_8_is_left_out_and_the_next_one_is_answered(encoding):
+    lines = read_lines(io.TextIOWrapper(io.BytesIO(b"/system caf\xe9\nna\xc3\xafve\n"), encoding=encoding))
     one, out = chat()
     for line in lines:
         assert one.handle(line)
     assert out.getvalue() == (
-        "<stderr>error: this line is not UTF-8 at byte 11, so it was left out: /system caf\udce9. Write it in UTF-8.\n"
+        "<stderr>error: this line is not UTF-8 at byte 11, so it was left out: /system caf\\xe9. Write it in UTF-8.\n"
         "1:na\u00efve\n"
     )
     assert one.exit_code == 3

@@ -9,7 +9,7 @@ from tandem.errors import ConfigError, DataError, DiskError
 from tandem.generation.generate import Generation
 from tandem.generation.output import OutputFile, generated_by, record_of
 from tandem.generation.records import Answer, Prompt, Request, make_sampling
-from tandem.generation.show import summary
+from tandem.generation.show import as_json, summary
 
 pytestmark = pytest.mark.usefixtures("of_a_command")
 
@@ -104,10 +104,22 @@ def test_a_file_that_is_not_an_output_is_refused_and_unchanged(tmp_path, text):
     assert out.read_text() == text
 
 
+@pytest.mark.parametrize("ending", [".csv", ".PARQUET", ".jsonl.gz"])
+def test_a_name_of_another_format_is_refused(tmp_path, ending):
+    with pytest.raises(ConfigError, match=r"JSON lines are written, which a \.\w+ file does not hold"):
+        OutputFile(tmp_path / f"out{ending}")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_in_a_missing_folder_and_one_in_use_are_refused(tmp_path):
     with pytest.raises(ConfigError) as error:
         OutputFile(tmp_path / "no" / "out.jsonl")
-    assert str(error.value) == f"--out {tmp_path}/no/out.jsonl: No such file or directory. Choose another file."
+    assert str(error.value) == (
+        f"--out {tmp_path}/no/out.jsonl: {tmp_path}/no does not exist. Create this folder, or choose another file."
+    )
+    (tmp_path / "notes").touch()
+    with pytest.raises(ConfigError, match=r"notes is a file, not a folder\. Choose another file\."):
+        OutputFile(tmp_path / "notes" / "out.jsonl")
     with pytest.raises(ConfigError) as error:
         OutputFile(tmp_path)
     assert (
@@ -144,21 +156,38 @@ def test_a_file_without_a_line_is_removed_after_an_error_unless_it_was_there_bef
 
 
 @pytest.mark.parametrize(
-    ("num_resumed", "text"),
+    ("num_resumed", "num_new", "text"),
     [
-        (0, "Wrote out.jsonl: 3 prompts with 2 completions each by a."),
-        (1, "Wrote out.jsonl: 3 prompts with 2 completions each by a. 1 of its 3 lines was there before."),
-        (3, "out.jsonl was complete before: 3 prompts with 2 completions each by a."),
+        (0, 3, "Wrote out.jsonl: 3 prompts with 2 completions each by a.\n1.0 s. Completions: 2 cut at the limit."),
+        (
+            1,
+            2,
+            "Wrote out.jsonl: 3 prompts with 2 completions each by a. 1 of its 3 lines was there already, 2 are new.\n"
+            "1.0 s. New completions: 2 cut at the limit.",
+        ),
+        (
+            2,
+            1,
+            "Wrote out.jsonl: 3 prompts with 2 completions each by a. 2 of its 3 lines were there already, 1 is new.\n"
+            "1.0 s. New completions: 2 cut at the limit.",
+        ),
+        (
+            3,
+            0,
+            "out.jsonl was complete already, so nothing was generated: 3 prompts with 2 completions each by a.",
+        ),
     ],
 )
-def test_the_summary_says_what_was_in_the_file_before(num_resumed, text):
+def test_the_summary_counts_the_lines_that_were_there_and_those_that_are_new(num_resumed, num_new, text):
     made = Generation(
         models=("a",),
         num_prompts=3,
         num_skipped=0,
         num_resumed=num_resumed,
         num_tokens=0,
-        seconds=0.0,
+        seconds=1.0,
+        finishes={"length": 2} if num_new else {},
         out=Path("out.jsonl"),
     )
     assert summary(made, 2) == text
+    assert (as_json(made)["num_resumed"], as_json(made)["num_new"]) == (num_resumed, num_new)

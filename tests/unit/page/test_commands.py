@@ -42,6 +42,9 @@ def test_one_run(tmp_path):
         f"{run}/report.html is written: open it in a browser.\n",
         "",
     )
+    assert tandem("report", run).stdout == (
+        f"{run}/report.html is written and replaces the earlier page: open it in a browser.\n"
+    )
     assert tandem("report", run, "-q").stdout == ""
 
 
@@ -49,12 +52,12 @@ def test_several_runs_as_json(tmp_path):
     runs = [make_run(tmp_path / name, accuracy=accuracy) for name, accuracy in (("a", 0.6), ("b", 0.9))]
     done = tandem("report", *runs, "--json", cwd=tmp_path)
     found = json.loads(done.stdout)
-    assert (found["page"], found["best"]) == ("comparison.html", str(runs[1]))
+    assert (found["page"], found["is_replaced"], found["best"]) == ("comparison.html", False, str(runs[1]))
     assert [run["validation"]["validation-default"]["last"]["accuracy"] for run in found["runs"]] == [0.6, 0.9]
     assert found["runs"][0]["changed"] == {"dpo.val_period": 5}
     assert (tmp_path / "comparison.html").is_file()
     assert tandem("report", *runs, cwd=tmp_path).stdout == (
-        "comparison.html is written: open it in a browser.\n"
+        "comparison.html is written and replaces the earlier page: open it in a browser.\n"
         "Best accuracy: b. The intervals of all other runs are below it.\n"
     )
 

@@ -425,4 +425,4 @@ def go_through_a_run(run: Path, kept: Path) -> None:
         with published(run / "model", "model") as aside:
             (aside / "file").write_text("x")
         (run / "metrics.jsonl").write_text('{"step": 5, "split": "train"}\n')
-        begin_extension(run, 5, 5, "longer")
+        begin_extension(run, 5, 5, load_config(None, []))

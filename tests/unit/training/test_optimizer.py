@@ -159,7 +159,7 @@ def test_a_run_under_a_schedule_by_name_resumes_bit_for_bit(tmp_path):
         f"{tmp_path}/cut contains a run with another configuration:\n"
         "  dpo.max_num_steps: 6 there, 8 now\n"
         "policy.scheduler spans the run, so its length determines the learning rate of every step.\n"
-        "Restore the old values, or choose another run.dir for a new run."
+        "Restore the old values, or choose another run.dir, or start a new run with fresh=True."
     )
     cut = short_run(tmp_path / "cut", *settings)
     assert metrics_of(cut) == metrics_of(whole)

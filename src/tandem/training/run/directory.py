@@ -17,10 +17,11 @@ from tandem.config.schema import Config
 from tandem.config.source.yaml_text import YamlLimitError, read_own_yaml
 from tandem.config.validation import flatten
 from tandem.errors import CheckpointError, ConfigError, full_disk, writing
-from tandem.storage.cache import fingerprint, is_checkpoint, is_export, real_path
+from tandem.storage.cache import fingerprint, is_export, real_path
 from tandem.storage.ownership import open_own, refuse_other_than_file, refuse_other_than_folder
-from tandem.terminal.arguments import option, setting
-from tandem.terminal.commands import override, tandem_command, with_other_path
+from tandem.terminal.arguments import in_command, option, setting
+from tandem.terminal.commands import override, tandem_command
+from tandem.training.run.other_folders import why_not_a_run
 
 TRANSLATION_FILE = "translation.txt"  # what became of the keys of another trainer's configuration
 # The files that a run writes in its directory, except checkpoints.
@@ -29,13 +30,14 @@ FILES = (
     *("setup.json", "pairs.json", "report.html", TRANSLATION_FILE),
     *("logs/gpu.jsonl", "logs/mlflow.db", "logs/trackers.log", "samples/step_*.jsonl"),
 )
-SWEEP_FILE = "sweep.json"  # in the directory of a sweep, whose folders are runs
 FOLDERS = ("checkpoints", "exports", "logs", "model", "samples")
 # The final names of files that a run first writes under a temporary name, as regular expressions.
 TEMPORARY_NAMES = (
     *(re.escape(name) for name in FILES if "/" not in name),
     *(r"metrics\.step_[0-9]+(\.[0-9]+)?\.jsonl", "model"),
 )
+# Keys of a run's own place and code, which a new run has of its own.
+PLACE_KEYS = ("run.dir", "run.code", "checkpointing.checkpoint_dir")
 # Keys that do not affect the weights after a given step, so they may change when a run is resumed.
 MAY_CHANGE = (
     "run.name",
@@ -151,6 +153,26 @@ def earlier_run(run: Path, loaded: LoadedConfig) -> tuple[str, str] | None:
     )
 
 
+def other_run_hint(run: Path, loaded: LoadedConfig) -> str:
+    """Return how to train a configuration that `run` cannot continue with, as a sentence: a command that runs as printed."""
+    if not in_command():
+        return f"Choose another run.dir, or start a new run with {option('fresh', True)}."
+    changed = _changed(stored_config(run) or {}, _config_now(loaded))
+    keys = [override(key, value) for key, value in changed.items() if not key.startswith(PLACE_KEYS)]
+    return f"Train a new run: {tandem_command('train', '--config', f'{run}/config.yaml', *loaded.options, *keys, '--fresh')}"
+
+
+def _changed(old: Any, new: Any, key: str = "") -> dict[str, Any]:
+    """Return the new values of keys that differ. A section that has other keys than before is one value."""
+    if not isinstance(old, dict) or not isinstance(new, dict) or (key and old.keys() != new.keys()):
+        return {} if old == new else {key: new}
+    return {
+        one: value
+        for name in new
+        for one, value in _changed(old.get(name), new[name], f"{key}.{name}" if key else name).items()
+    }
+
+
 def _is_raised(new: int | None, old: int | None) -> bool:
     """Return whether a limit was raised from `old` to `new`. None means no limit."""
     return old is not None and (new is None or new > old)
@@ -177,49 +199,6 @@ def refuse_links(run: Path) -> None:
             refuse_other_than_file(path)
     for name in FOLDERS:
         refuse_other_than_folder(run / name)
-
-
-def why_not_a_run(folder: Path) -> str:
-    """Return the reason why a folder without config.yaml is not a run."""
-    if checkpoints := _checkpoints_in(folder):
-        run = run_of_checkpoints(folder)
-        return (
-            f"it holds checkpoints, such as {checkpoints[0]}" if run is None else f"it holds the checkpoints of {run}"
-        )
-    if holds := what_runs_it_holds(folder):
-        return holds
-    kept = sorted(folder.glob("checkpoints/step_*/config.yaml"))
-    return f"its config.yaml is missing; {kept[-1]} is a copy" if kept else "it has no config.yaml, so it is not a run"
-
-
-def what_runs_it_holds(folder: Path) -> str | None:
-    """Return text that says that a folder is a sweep, or holds runs or checkpoints, with one of them; None if none is true."""
-    if checkpoints := _checkpoints_in(folder):
-        run = run_of_checkpoints(folder)
-        what, either = ("checkpoints", "") if run is None else (f"the checkpoints of {run}", "that run, or ")
-        return f"it holds {what}: name {either}one of them, such as {checkpoints[0]}"
-    runs = sorted(path.parent.name for path in folder.glob("*/config.yaml"))
-    is_sweep = (folder / SWEEP_FILE).is_file()
-    if not runs and not is_sweep:
-        return None
-    what = "it is a sweep" if is_sweep else "it holds runs"
-    return f"{what}: name one of its runs{', such as ' + str(folder / runs[0]) if runs else ''}"
-
-
-def run_of_checkpoints(folder: Path) -> Path | None:
-    """Return the run directory whose folder of checkpoints this is; None if it is none, or not inside its run."""
-    run = folder.parent if folder.name not in ("", "..") and folder.parent.name else folder.resolve().parent
-    return run if (run / "config.yaml").is_file() and _checkpoints_in(folder) else None
-
-
-def hint_of_run(folder: Path) -> str:
-    """Return a sentence with the command that names the run instead of its folder of checkpoints; for other folders, nothing."""
-    run = run_of_checkpoints(folder)
-    return "" if run is None else f" {with_other_path(folder, run)}"
-
-
-def _checkpoints_in(folder: Path) -> list[Path]:
-    return sorted(path.parent for path in folder.glob("*/state.json") if is_checkpoint(path.parent))
 
 
 def is_finished(run: Path) -> bool:
@@ -251,13 +230,14 @@ def refuse_other_config(run: Path, loaded: LoadedConfig) -> None:
         by_share = loaded.config.policy.scheduler_spans_run and any(
             f"  {key}:" in " ".join(differences) for key in LENGTH_KEYS
         )
+        hint = other_run_hint(run, loaded)
         why = "policy.scheduler spans the run, so its length determines the learning rate of every step.\n"
         raise CheckpointError(
             f"{run} contains a run with another configuration:\n"
             + "\n".join(differences)
             + "\n"
             + (why if by_share else "")
-            + "Restore the old values, or choose another run.dir for a new run."
+            + f"Restore the old values, or {hint[0].lower()}{hint[1:]}"
         )
 
 

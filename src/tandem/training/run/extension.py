@@ -9,82 +9,80 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from tandem.config.load import LoadedConfig
 from tandem.errors import CheckpointError
 from tandem.storage.cache import read_json, replacing, sync_file, write_atomically
 from tandem.storage.ownership import free_path
-from tandem.terminal.arguments import option
 from tandem.training.checkpoint.checkpoints import checkpoints, step_of
 from tandem.training.checkpoint.parts import names_in
 from tandem.training.checkpoint.ranking import Ranking, records_in
+from tandem.training.run.directory import other_run_hint
 from tandem.training.start.setup import Setup
 
 
-def _other_run_hint() -> str:
-    return f"Choose another run.dir, or start a new run with {option('fresh', True)}."
-
-
-def last_step(run: Path) -> int:
-    """Return how many steps a finished run has trained."""
+def last_step(run: Path, hint: str = "") -> int:
+    """Return how many steps a finished run has trained. `hint`: what to do if this is unknown."""
     steps = [record["step"] for record in _records(run / "metrics.jsonl") if record["split"] == "train"]
     if not steps:
         raise CheckpointError(
-            f"{run} is finished, but the steps in its metrics.jsonl are missing, so it cannot be extended. {_other_run_hint()}"
+            f"{run} is finished, but the steps in its metrics.jsonl are missing, so it cannot be extended. {hint}".rstrip()
         )
     return max(steps)
 
 
-def check_extension(run: Path, setup: Setup) -> int | None:
+def check_extension(run: Path, setup: Setup, loaded: LoadedConfig) -> int | None:
     """Return the last step of a finished run, from which the run is extended.
 
     Return None if the run already has the requested number of steps. Raise CheckpointError if the run cannot be extended.
     """
-    trained, asked = last_step(run), setup.plan.num_steps
+    hint = other_run_hint(run, loaded)
+    trained, asked = last_step(run, hint), setup.plan.num_steps
     place = setup.checkpoint_dir(run) / f"step_{trained}"
     if asked < trained:
         raise CheckpointError(
-            f"{run} is finished, with {trained} steps; it can be extended, but not shortened to {asked}. {_other_run_hint()}"
+            f"{run} is finished, with {trained} steps; it can be extended, but not shortened to {asked}. {hint}"
         )
     if asked == trained:
         return None
     if not place.is_dir():
         raise CheckpointError(
             f"{run} is finished, but the checkpoint of its last step, {place}, is missing, so it cannot be extended from "
-            f"{trained} to {asked} steps. {_other_run_hint()}"
+            f"{trained} to {asked} steps. {hint}"
         )
-    if not any(name.startswith("optimizer.") for name in _tensors_in(place, run, trained)):
+    if not any(name.startswith("optimizer.") for name in _tensors_in(place, run, trained, hint)):
         raise CheckpointError(
             f"{place}: saved without optimizer states (checkpointing.save_optimizer=false), so the run cannot be extended "
-            f"from {trained} to {asked} steps. {_other_run_hint()}"
+            f"from {trained} to {asked} steps. {hint}"
         )
     _refuse_to_stop_again(run, setup, place)
     return trained
 
 
-def refuse_shortening(run: Path, setup: Setup) -> None:
+def refuse_shortening(run: Path, setup: Setup, loaded: LoadedConfig) -> None:
     """Raise CheckpointError if an unfinished run has already trained more steps than requested."""
     trained, asked = max(map(step_of, checkpoints(setup.checkpoint_dir(run))), default=0), setup.plan.num_steps
     if trained > asked:
         raise CheckpointError(
             f"{run} has already trained {trained} steps, so it cannot be shortened to {asked}. Set dpo.max_num_steps and "
-            f"dpo.max_num_epochs to {trained} steps or more, or choose another run.dir."
+            f"dpo.max_num_epochs to {trained} steps or more. {other_run_hint(run, loaded)}"
         )
 
 
-def _tensors_in(place: Path, run: Path, trained: int) -> set[str]:
+def _tensors_in(place: Path, run: Path, trained: int, hint: str) -> set[str]:
     """Return the names of the tensors in the last checkpoint. Raise CheckpointError if the checkpoint cannot be read."""
     try:
         found = names_in(place / "tensors")
     except (OSError, CheckpointError):
         found = set()
     if not found:
-        raise CheckpointError(_damaged(run, trained))
+        raise CheckpointError(_damaged(run, trained, hint))
     return found
 
 
-def _damaged(run: Path, trained: int) -> str:
+def _damaged(run: Path, trained: int, hint: str) -> str:
     return (
         f"{run} is finished, but the checkpoint of its last step, {trained}, is damaged, so it cannot be extended. "
-        f"{_other_run_hint()}"
+        f"{hint}"
     )
 
 
@@ -118,17 +116,17 @@ def _saved_bytes(place: Path) -> int | None:
     return saved if type(saved) is int and saved >= 0 else None
 
 
-def begin_extension(run: Path, trained: int, resumed: int, config: str) -> Path:
-    """Rename the old export to `model.step_N`, write the new configuration, and return the new path of the export.
+def begin_extension(run: Path, trained: int, resumed: int, loaded: LoadedConfig) -> Path:
+    """Rename the old export to `model.step_N`, write the configuration, and return the new path of the export.
 
     `trained`: how many steps the finished run has trained. `resumed`: the step of the checkpoint that was loaded.
     """
     if resumed != trained:
-        raise CheckpointError(_damaged(run, trained))
+        raise CheckpointError(_damaged(run, trained, other_run_hint(run, loaded)))
     _copy(run / "metrics.jsonl", free_path(run, f"metrics.step_{trained}", ".jsonl"))
     kept = (run / "model").rename(free_path(run, f"model.step_{exported_step(run, trained)}"))
     sync_file(run)
-    write_atomically(run / "config.yaml", config, "config")
+    write_atomically(run / "config.yaml", loaded.as_yaml(), "config")
     return kept
 
 

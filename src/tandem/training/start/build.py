@@ -189,7 +189,7 @@ def build(
     folder, restored = setup.checkpoint_dir(run), (policy, optimizer, scheduler)
     progress = _restore_newest(folder, *restored, fingerprints=fingerprints, ranks=ranks, reporter=reporter)
     if extended_from is not None:
-        _extend(run, extended_from, progress, config, ranks=ranks, reporter=reporter)
+        _extend(run, extended_from, progress, given, ranks=ranks, reporter=reporter)
     metrics = _metrics_file(run, progress, ranks, reporter)
     if metrics.has_lost_lines:
         progress = replace(progress, spared=progress.step)
@@ -276,8 +276,8 @@ def _saver(
     return Saver(setup.checkpoint_dir(run), keep, ranks, copier, ranking=ranking, took=took, saved=callbacks.saved)
 
 
-def _extend(run: Path, trained: int, progress: Progress, config: str, ranks: Ranks, reporter: Reporter) -> None:
-    kept = ranks.from_first(lambda: begin_extension(run, trained, progress.step, config))
+def _extend(run: Path, trained: int, progress: Progress, given: LoadedConfig, ranks: Ranks, reporter: Reporter) -> None:
+    kept = ranks.from_first(lambda: begin_extension(run, trained, progress.step, given))
     reporter.say(f"The model exported so far is kept in {kept}")
 
 

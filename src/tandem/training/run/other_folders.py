@@ -1,0 +1,51 @@
+"""What a folder holds that was given as a run and is none, for messages."""
+
+from pathlib import Path
+
+from tandem.storage.cache import is_checkpoint
+from tandem.terminal.commands import with_other_path
+
+SWEEP_FILE = "sweep.json"  # in the directory of a sweep, whose folders are runs
+
+
+def why_not_a_run(folder: Path) -> str:
+    """Return the reason why a folder without config.yaml is not a run."""
+    if checkpoints := _checkpoints_in(folder):
+        run = run_of_checkpoints(folder)
+        return (
+            f"it holds checkpoints, such as {checkpoints[0]}" if run is None else f"it holds the checkpoints of {run}"
+        )
+    if holds := what_runs_it_holds(folder):
+        return holds
+    kept = sorted(folder.glob("checkpoints/step_*/config.yaml"))
+    return f"its config.yaml is missing; {kept[-1]} is a copy" if kept else "it has no config.yaml, so it is not a run"
+
+
+def what_runs_it_holds(folder: Path) -> str | None:
+    """Return text that says that a folder is a sweep, or holds runs or checkpoints, with one of them; None if none is true."""
+    if checkpoints := _checkpoints_in(folder):
+        run = run_of_checkpoints(folder)
+        what, either = ("checkpoints", "") if run is None else (f"the checkpoints of {run}", "that run, or ")
+        return f"it holds {what}: name {either}one of them, such as {checkpoints[0]}"
+    runs = sorted(path.parent.name for path in folder.glob("*/config.yaml"))
+    is_sweep = (folder / SWEEP_FILE).is_file()
+    if not runs and not is_sweep:
+        return None
+    what = "it is a sweep" if is_sweep else "it holds runs"
+    return f"{what}: name one of its runs{', such as ' + str(folder / runs[0]) if runs else ''}"
+
+
+def run_of_checkpoints(folder: Path) -> Path | None:
+    """Return the run directory whose folder of checkpoints this is; None if it is none, or not inside its run."""
+    run = folder.parent if folder.name not in ("", "..") and folder.parent.name else folder.resolve().parent
+    return run if (run / "config.yaml").is_file() and _checkpoints_in(folder) else None
+
+
+def hint_of_run(folder: Path) -> str:
+    """Return a sentence with the command that names the run instead of its folder of checkpoints; for other folders, nothing."""
+    run = run_of_checkpoints(folder)
+    return "" if run is None else f" {with_other_path(folder, run)}"
+
+
+def _checkpoints_in(folder: Path) -> list[Path]:
+    return sorted(path.parent for path in folder.glob("*/state.json") if is_checkpoint(path.parent))
