@@ -89,7 +89,6 @@ JOBS = [
     ),
     _job(5, 200, "hybrid granite", f"{GRANITE} --rows 8 --ways packed {EAGER}", "fla"),
     _job(5, 240, "hybrid granite unpacked", f"{GRANITE} --rows 1 --steps 1 --ways unpacked", "fla"),
-    _job(5, 200, "hybrid qwen3.5", "hybrids.py --shape qwen3.5-2b --pairs 128 --pack-length 16384 --rows 4", "fla"),
     _job(6, 60, "135m 49152", f"{TRAIN} --shape smollm2-135m --pack-length 49152 --repeats 3 --profile"),
     _job(6, 150, "olmoe", f"{TRAIN} --shape olmoe-1b-7b --pack-length 16384 --steps 3 {FEW_BITS} --profile"),
     _job(
@@ -106,6 +105,7 @@ JOBS = [
     ),
     _job(7, 240, "unsloth lora 8b", UNSLOTH, "unsloth", python="{unsloth_python}"),
     _job(7, 300, "unsloth qlora 8b", f"{UNSLOTH} --quantization nf4", "unsloth", python="{unsloth_python}"),
+    _job(8, 200, "hybrid qwen3.5", "hybrids.py --shape qwen3.5-2b --pairs 128 --pack-length 16384 --rows 4", "fla"),
 ]
 
 
