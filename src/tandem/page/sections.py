@@ -50,12 +50,17 @@ def headline(run: Run) -> Markup:
     before = None if found[1] is None else number_in(found[1], "accuracy")
     return joined(
         [
-            "accuracy ",
+            f"{_accuracy_name(run)} ",
             None if before is None else joined([tag("span", percent(before), class_="before"), " → "]),
             tag("strong", percent(after.share)),
             tag("span", f" ({percent(after.low)} to {percent(after.high)})", class_="interval"),
         ]
     )
+
+
+def _accuracy_name(run: Run) -> str:
+    """Without a validation, the result is that of a batch that was trained on, which says little."""
+    return "accuracy" if run.results else "accuracy in training"
 
 
 def summary(run: Run, charts: Sequence[Chart], verdicts: Sequence[StoredVerdict]) -> Markup:
@@ -113,7 +118,9 @@ def _tiles(run: Run) -> Markup:
         after = accuracy_of(last)
         if after is not None:
             note = f"{percent(after.low)} to {percent(after.high)}, {counted(last['num_pairs'], 'pair')}"
-            tiles.insert(0, _tile("Accuracy", _change(before, last, "accuracy", percent), note, main=True))
+            tiles.insert(
+                0, _tile(_sentence(_accuracy_name(run)), _change(before, last, "accuracy", percent), note, main=True)
+            )
         tiles += [
             _tile("Loss", _change(before, last, "loss", _brief), split),
             _tile("Margin", _change(before, last, "rewards_margin_mean", _brief), "chosen minus rejected reward"),

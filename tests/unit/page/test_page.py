@@ -28,6 +28,15 @@ def test_the_headline_is_the_accuracy_before_and_after_with_its_interval(tmp_pat
     assert "accuracy 50.0 % → 90.0 % (82.6 % to 94.5 %)" in plain
 
 
+def test_the_headline_of_a_run_without_validation_says_that_its_accuracy_is_of_training(tmp_path):
+    folder = make_run(tmp_path / "run")
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(line for line in lines if '"validation' not in line))
+    page = run_page(open_run(folder))
+    assert "accuracy in training 54.0 % → 90.0 %" in re.sub("<[^>]+>", "", page)
+    assert "<dt>Accuracy in training</dt>" in page and "<dt>Accuracy</dt>" not in page
+
+
 def test_a_verdict_is_next_to_the_chart_that_it_speaks_of(tmp_path):
     page = run_page(open_run(make_run(tmp_path / "run")))
     chart = re.search(r'<figure class="chart" id="chart-length".*?</figure>', page, re.DOTALL)[0]
