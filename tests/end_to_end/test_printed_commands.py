@@ -240,6 +240,16 @@ def test_the_command_printed_by_the_default_run_works(tmp_path):
     assert "generated_text" in shell(third, tmp_path)
 
 
+def run_printed(command: str, monkeypatch, capsys) -> str:
+    """Run a `tandem train` command that was printed, which must succeed, and return what it prints."""
+    words = shlex.split(command)
+    monkeypatch.setattr(sys, "argv", ["tandem", *words[words.index("train") :]])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code in (None, 0)
+    return capsys.readouterr().out
+
+
 def test_an_unfinished_run_resumes_with_the_printed_command(tmp_path, monkeypatch, capsys):
     """The path of the validation set has characters that are special in a shell and in overrides."""
     monkeypatch.chdir(tmp_path)
@@ -250,12 +260,7 @@ def test_an_unfinished_run_resumes_with_the_printed_command(tmp_path, monkeypatc
     more = ["data.validation.data_path='held out, 2.jsonl'", "logger.num_val_samples_to_print=0"]
     train(load_config(None, [*saving, *more]), Reporter("quiet"))
     [command] = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
-    words = shlex.split(command)
-    monkeypatch.setattr(sys, "argv", ["tandem", *words[words.index("train") :]])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code in (None, 0)
-    assert "Done. Everything is in runs/tandem-1" in capsys.readouterr().out
+    assert "Done. Everything is in runs/tandem-1" in run_printed(command, monkeypatch, capsys)
 
 
 @pytest.mark.usefixtures("of_a_command")
@@ -278,19 +283,21 @@ def test_the_command_for_a_new_run_sets_everything_that_was_asked_for(tmp_path):
         (run / "config.yaml").write_text(asked.as_yaml(), encoding="utf-8")
 
 
-def test_the_command_for_a_shorter_run_works_as_printed(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("places", "run", "new"),
+    [
+        ([], "runs/tandem-1", "runs/tandem-2"),
+        (["run.dir=own", "checkpointing.checkpoint_dir=saved"], "own", "own-1"),
+    ],
+)
+def test_the_command_for_a_shorter_run_works_as_printed(places, run, new, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    train(load_config(None, [*SHORT, own_pairs(tmp_path), *OWN_KEYS]), Reporter("quiet"))
-    monkeypatch.setattr(sys, "argv", ["tandem", "train", "--resume", "runs/tandem-1", "dpo.max_num_steps=1"])
+    train(load_config(None, [*SHORT, own_pairs(tmp_path), *OWN_KEYS, *places]), Reporter("quiet"))
+    monkeypatch.setattr(sys, "argv", ["tandem", "train", "--resume", run, "dpo.max_num_steps=1"])
     with pytest.raises(SystemExit):
         cli.main()
     command = capsys.readouterr().err.split("Train a new run: ")[1]
-    words = shlex.split(command)
-    monkeypatch.setattr(sys, "argv", ["tandem", *words[words.index("train") :]])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code in (None, 0)
-    assert "Done. Everything is in runs/tandem-2" in capsys.readouterr().out
+    assert f"Done. Everything is in {new}" in run_printed(command, monkeypatch, capsys)
 
 
 RATE = ("policy.optimizer.kwargs.lr", "Train with a larger policy.optimizer.kwargs.lr.")

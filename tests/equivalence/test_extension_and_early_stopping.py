@@ -152,7 +152,7 @@ def refused(run, *overrides):
 
 def new_run(run, *keys):
     """The advice to train a new run: the configuration of the old one, with other keys."""
-    return f"rain a new run: {tandem_command('train', '--config', f'{run}/config.yaml', *keys, '--fresh')}"
+    return f"Train a new run: {tandem_command('train', '--config', f'{run}/config.yaml', *keys, '--fresh')}"
 
 
 def test_a_run_without_its_last_checkpoint_is_not_extended(finished, data):
@@ -160,7 +160,7 @@ def test_a_run_without_its_last_checkpoint_is_not_extended(finished, data):
     place.rename(finished / "elsewhere")
     assert refused(finished, *data, EIGHT) == (
         f"{finished} is finished, but the checkpoint of its last step, {place}, is missing, so it cannot be extended from 4 to 8 "
-        f"steps. T{new_run(finished, EIGHT)}"
+        f"steps. {new_run(finished, EIGHT)}"
     )
 
 
@@ -170,7 +170,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_extended(finished, data):
         short_run(finished, *data, EIGHT)
     assert str(error.value) == (
         f"{finished} is finished, but the checkpoint of its last step, 4, is damaged, so it cannot be extended. "
-        f"T{new_run(finished, EIGHT)}"
+        f"{new_run(finished, EIGHT)}"
     )
     assert (finished / "model").is_dir()
     assert "max_num_steps: 4" in (finished / "config.yaml").read_text()
@@ -182,7 +182,7 @@ def test_a_run_whose_last_checkpoint_cannot_be_read_is_not_extended(finished, da
     tensors.write_bytes(b"") if lost == "cut off" else tensors.unlink()
     assert refused(finished, *data, EIGHT) == (
         f"{finished} is finished, but the checkpoint of its last step, 4, is damaged, so it cannot be extended. "
-        f"T{new_run(finished, EIGHT)}"
+        f"{new_run(finished, EIGHT)}"
     )
 
 
@@ -191,14 +191,14 @@ def test_a_run_without_optimizer_states_is_not_extended(tmp_path, data):
     assert refused(run, *data, EIGHT) == (
         f"{run}/checkpoints/step_4: saved without optimizer states (checkpointing.save_optimizer=false), so the run cannot "
         "be extended from 4 to 8 steps. "
-        f"T{new_run(run, EIGHT, 'checkpointing.save_optimizer=true')}"
+        f"{new_run(run, EIGHT, 'checkpointing.save_optimizer=true')}"
     )
 
 
 def test_a_finished_run_is_not_shortened_and_the_same_length_does_nothing(finished, data):
     assert refused(finished, *data, "dpo.max_num_steps=2") == (
         f"{finished} is finished, with 4 steps; it can be extended, but not shortened to 2. "
-        f"T{new_run(finished, 'dpo.max_num_steps=2')}"
+        f"{new_run(finished, 'dpo.max_num_steps=2')}"
     )
     before = (finished / "metrics.jsonl").read_bytes()
     short_run(finished, *data, FOUR, "dpo.max_num_epochs=7")  # four steps end it first
@@ -212,7 +212,7 @@ def test_an_unfinished_run_may_end_at_its_current_step_but_not_before(tmp_path, 
         short_run(run, *data, EIGHT)
     assert refused(run, *data, "dpo.max_num_steps=3") == (
         f"{run} has already trained 4 steps, so it cannot be shortened to 3. Set dpo.max_num_steps and dpo.max_num_epochs to "
-        f"4 steps or more. T{new_run(run, 'dpo.max_num_steps=3')}"
+        f"4 steps or more. {new_run(run, 'dpo.max_num_steps=3')}"
     )
     short_run(run, *data, FOUR)
     assert [record["step"] for record in metrics_of(run)] == [1, 2, 3, 4]
@@ -225,7 +225,7 @@ def test_a_run_with_a_schedule_over_its_length_is_not_extended(tmp_path, data):
         f"{run} contains a run with another configuration:\n"
         "  dpo.max_num_steps: 4 there, 8 now\n"
         "policy.scheduler spans the run, so its length determines the learning rate of every step.\n"
-        f"Restore the old values, or t{new_run(run, EIGHT)}"
+        f"Restore the old values, or {new_run(run, EIGHT).replace('Train', 'train', 1)}"
     )
     assert refused(run, *by_share, EIGHT) == message
 

@@ -121,8 +121,9 @@ def test_an_unfinished_run_that_could_be_resumed_is_reported(here, capsys):
     ) in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_finished_run_that_could_be_extended_is_reported(here, capsys):
-    run("dpo.max_num_steps=4")
+@pytest.mark.parametrize("place", [[], ["run.dir=runs/tandem-1"]])
+def test_a_finished_run_that_could_be_extended_is_reported(here, capsys, place):
+    run("dpo.max_num_steps=4", *place)
     assert str(run()) == "runs/tandem-2"
     assert (
         "warning: runs/tandem-1 is finished and differs only in having fewer steps. To extend it: "

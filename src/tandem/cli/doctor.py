@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tandem.cli.app import app
+from tandem.terminal.printable import counted
 
 if TYPE_CHECKING:
     from tandem.diagnosis.finding import Finding
@@ -50,5 +51,5 @@ def _show(findings: "list[Finding]", reporter: "Reporter", *, quiet: bool) -> No
             reporter.command(one.command)
     if not quiet:
         counts = [(sum(one.status == status for one in findings), status) for status in ("problem", "warning")]
-        found = ", ".join(f"{num} {status}{'s' if num != 1 else ''}" for num, status in counts if num)
+        found = ", ".join(counted(num, status) for num, status in counts if num)
         reporter.say(f"\n{found or 'No problems'}.")

@@ -36,13 +36,13 @@ def report(
         best = None if written.best is None else str(written.best.run.path)
         content = {
             "page": str(written.page),
-            "is_replaced": written.is_replaced,
+            "has_replaced": written.has_replaced,
             "runs": [run_as_json(run) for run in written.runs],
             "best": best,
         }
         print(json.dumps(content, ensure_ascii=False, indent=1))
     elif not quiet:
-        replaced = " and replaces the earlier page" if written.is_replaced else ""
+        replaced = " and replaces the earlier page" if written.has_replaced else ""
         print(f"{written.page} is written{replaced}: open it in a browser.")
         if len(written.runs) > 1 and written.best is None:
             print(f"No run is marked as the best: {NO_BEST}")

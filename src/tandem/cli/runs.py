@@ -20,7 +20,7 @@ def show_runs(
     """List runs with their results and changed settings."""
     from rich.cells import cell_len
 
-    from tandem.page.listing import COLUMNS, LEGEND, changed_keys, list_row, settings_line
+    from tandem.page.listing import COLUMNS, LEGEND, changed_keys, list_row, shortened_settings
     from tandem.page.listing import as_json as run_as_json
     from tandem.report.reporter import Reporter
     from tandem.runs import list_runs, list_sweeps
@@ -38,14 +38,13 @@ def show_runs(
     table.table(COLUMNS, [list_row(run) for run in runs])
     reporter.say(LEGEND)
     reporter.say("\nSettings other than the defaults" if len(runs) == 1 else "\nSettings in which they differ")
-    every = changed_keys(runs)
-    names = [f"  {run.name}: " for run in runs]
-    width = reporter.console.width if reporter.console.is_terminal else None
-    widths = [None if width is None else width - cell_len(name) for name in names]
-    lines = [settings_line(keys, width) for keys, width in zip(every, widths, strict=True)]
-    for name, line in zip(names, lines, strict=True):
+    is_cut = False
+    for run, settings in zip(runs, changed_keys(runs), strict=True):
+        name, line = f"  {run.name}: ", ", ".join(settings) or "none"
+        if reporter.console.is_terminal and cell_len(name + line) > reporter.console.width:
+            line, is_cut = shortened_settings(settings, reporter.console.width - cell_len(name)), True
         reporter.say(f"{name}{line}", hang=4)
-    if any(line != settings_line(keys, None) for keys, line in zip(every, lines, strict=True)):
-        reporter.say("--json lists all changed settings.")
+    if is_cut:
+        reporter.say("--json lists every changed setting.")
     if sweeps:
         reporter.say("\n" + "\n".join(sweeps))

@@ -148,7 +148,7 @@ class Evaluation:
             lines.append(f"compared with {self.comparison.against}: {changes[0] if changes else 'no difference'}")
         elif self.harness:
             tasks = len({one.task for one in self.harness})
-            lines.append(f"{tasks} task{'s' * (tasks > 1)} of the LM Evaluation Harness")
+            lines.append(f"{counted(tasks, 'task')} of the LM Evaluation Harness")
         return "<Evaluation " + "\n  ".join(map(escaped, lines)) + ">"
 
     def as_dict(self) -> dict[str, Any]:

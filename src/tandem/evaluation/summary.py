@@ -155,9 +155,7 @@ class PairResults:
         for k in range(NUM_BINS):
             members = number == k
             if members.any():
-                low, high = (
-                    round(0.5 + edge / (2 * NUM_BINS), 6) for edge in (k, k + 1)
-                )  # 0.6, not 0.6000000000000001
+                low, high = (round(0.5 + edge / (2 * NUM_BINS), 6) for edge in (k, k + 1))  # 0.6, not 0.60000000001
                 shares = float(confidence[members].mean()), float(right[members].mean())
                 bins.append(ReliabilityBin(low, high, int(members.sum()), *shares))
         error = sum(one.num_pairs * abs(one.accuracy - one.confidence) for one in bins) / len(right)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tandem.config.load import Given
 from tandem.config.source.overrides import changes_in
+from tandem.data.store.opening import is_prepared
 from tandem.errors import ConfigError
 from tandem.terminal.arguments import option
 from tandem.terminal.commands import key_of
@@ -20,7 +21,8 @@ GIVEN_BY_ARGUMENTS = (
 )
 TRAINING_ONLY = (
     *("policy.optimizer", "policy.scheduler", "policy.train_global_batch_size", "policy.max_grad_norm"),
-    *("policy.weights", "policy.parallel", "cluster", "checkpointing", "export", "logger", "run"),
+    *("policy.activation_checkpointing", "policy.weights", "policy.parallel"),
+    *("cluster", "checkpointing", "export", "logger", "run"),
     *("dpo.max_num_epochs", "dpo.max_num_steps", "dpo.early_stopping_patience", "dpo.val_period", "dpo.val_batches"),
     *("dpo.val_global_batch_size", "dpo.val_at_start", "dpo.val_at_end", "dpo.router_aux_loss_coef"),
     *("data.validation_share", "data.shuffle", "data.drop_last", "data.default.weight"),
@@ -45,7 +47,7 @@ def refuse_unused_keys(overrides: Given, paths: Sequence[str], *, has_run: bool,
     `paths`: those of the sets. `has_run`: whether one of the models is a run, whose loss is measured. `are_of_run`: whether the
     sets are the validation sets of the run.
     """
-    is_prepared = any((Path(path) / "tokens.arrow").is_file() for path in paths)
+    has_prepared = any(is_prepared(Path(path)) for path in paths)
     for key, text in keys_and_texts(overrides):
         if _is_below(key, ("dpo",)) and not has_run:
             hint = f"To scale the rewards, use {option('beta', metavar='X')}" if key == BETA_KEY else "Leave it out"
@@ -57,7 +59,7 @@ def refuse_unused_keys(overrides: Given, paths: Sequence[str], *, has_run: bool,
                 f"{text}: this key has no effect on the validation sets of the run, which are read as in training. Give "
                 f"{option('data')}, or leave it out."
             )
-        if key == "data.duplicates" and not is_prepared:
+        if key == "data.duplicates" and not has_prepared:
             raise ConfigError(
                 f"{text}: this key has no effect on an evaluation, except of prepared data. Leave it out."
             )

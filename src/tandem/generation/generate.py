@@ -18,7 +18,7 @@ from tandem.generation.render import Renderer, check_lengths
 from tandem.generation.target import FoundModel, Target, find_target, open_target
 from tandem.model.files.source import check_path
 from tandem.terminal.arguments import option
-from tandem.terminal.printable import escaped
+from tandem.terminal.printable import counted, escaped
 
 MODEL, COMPARE = "model", "compare"  # the arguments that name the two models
 SHOWN_CHARACTERS = 100  # of a completion in a line of text
@@ -41,9 +41,9 @@ class Generation:
 
     def __repr__(self) -> str:
         """What was generated, and the start of the first completion. A notebook prints this."""
-        prompts = f"{self.num_prompts:,} prompt{'s' * (self.num_prompts != 1)}"
+        prompts = counted(self.num_prompts, "prompt")
         texts = [one["completion"] for record in self.records for one in record["completions"]]
-        where = f"in {self.out}" if self.out is not None else f"{len(texts):,} completion{'s' * (len(texts) != 1)}"
+        where = f"in {self.out}" if self.out is not None else counted(len(texts), "completion")
         first = f"\n  first: {_shortened(texts[0])}" if texts else ""
         return escaped(f"<Generation by {' and '.join(self.models)}: {prompts}, {where}") + f"{first}>"
 

@@ -10,7 +10,7 @@ from rich.text import Text
 from tandem.generation.generate import Generation
 from tandem.generation.output import Record
 from tandem.generation.records import Prompt
-from tandem.terminal.printable import escaped
+from tandem.terminal.printable import counted, escaped
 from tandem.terminal.text import wrap
 
 SIDE_BY_SIDE_CELLS = 80  # narrower terminals show the models one below the other
@@ -61,8 +61,8 @@ def summary(generation: Generation, num_samples: int) -> str:
     """One sentence on what was written, and one on speed."""
     g = generation
     by = f" by {' and '.join(g.models)}"
-    completions = f"{num_samples} completion{'s' * (num_samples > 1)}"
-    prompts = f"{g.num_prompts:,} prompt{'s' * (g.num_prompts != 1)}"
+    completions = counted(num_samples, "completion")
+    prompts = counted(g.num_prompts, "prompt")
     num_lines = g.num_prompts * len(g.models)
     if g.num_resumed == num_lines:
         return f"{g.out} was complete already, so nothing was generated: {prompts} with {completions} each{by}."

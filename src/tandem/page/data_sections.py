@@ -255,7 +255,7 @@ def pack_chart(run: Run) -> list[Chart]:
     tokens = sum(one["tokens"] for one in segments)
     preferences = len({one.get("preference") for one in segments})
     help = (
-        f"The first row of the first batch: {preferences:,} preference{'s' if preferences > 1 else ''}, {tokens:,} of {length:,} "
+        f"The first row of the first batch: {counted(preferences, 'preference')}, {tokens:,} of {length:,} "
         f"positions used ({percent(tokens / length)}). Each colour is one preference: its prompt is dark, its chosen completion "
         "medium, its rejected completion light. Read it line by line, like text."
     )

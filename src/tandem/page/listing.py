@@ -47,11 +47,8 @@ def changed_keys(runs: Sequence[Run]) -> list[list[str]]:
     return [[f"{key}={_shortened(run.config[key])}" for key in keys if key in run.config] for run in runs]
 
 
-def settings_line(settings: Sequence[str], width: int | None) -> str:
-    """Join settings to a line of at most `width` cells: "a=1, b=2 (+3 more)". None: no limit. A long first one is cut."""
-    line = ", ".join(settings)
-    if width is None or cell_len(line) <= width:
-        return line or "none"
+def shortened_settings(settings: Sequence[str], width: int) -> str:
+    """Join as many settings as fit into `width` cells: "a=1, b=2 (+3 more)". If not even one fits, the first is cut."""
     for num in range(len(settings) - 1, 0, -1):
         line = f"{', '.join(settings[:num])} (+{len(settings) - num} more)"
         if cell_len(line) <= width:

@@ -37,7 +37,7 @@ class Report:
     page: Path
     runs: tuple[Run, ...]
     best: Best | None  # of several runs, the one with the highest accuracy on the same pairs
-    is_replaced: bool = False  # whether an earlier page was at this path
+    has_replaced: bool  # whether an earlier page was at this path
 
     def __repr__(self) -> str:
         """Where the page is, and its runs. A notebook prints this."""
@@ -63,7 +63,7 @@ def write_report(
     default = found[0].path / "report.html" if len(found) == 1 else Path("comparison.html")
     page = default if out is None else Path(out)
     check_page(page)
-    is_replaced = page.exists()
+    has_replaced = page.exists()
     try:
         write_page(found, page)
     except OSError as error:
@@ -73,7 +73,7 @@ def write_report(
             f"{page}: cannot be written ({error.strerror}). Choose another file with {option('out', metavar='FILE')}."
         ) from None
     best = best_of(found) if len(found) > 1 else None
-    return Report(page=page, runs=found, best=best, is_replaced=is_replaced)
+    return Report(page=page, runs=found, best=best, has_replaced=has_replaced)
 
 
 def _runs_in(path: Path) -> list[Path]:

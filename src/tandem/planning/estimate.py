@@ -110,8 +110,9 @@ def outline(inputs: Inputs, target: Target, size: ModelSize, layers: Layers) -> 
     def seconds(some: Work, num_updates: int = 0) -> float:  # on one GPU
         assert target.card is not None
         tokens = length * together // mesh.context
-        given = (size, some, tokens, inputs.config, target.card)
-        return training_seconds(*given, num_updates=num_updates) if some.tokens else 0.0
+        if not some.tokens:
+            return 0.0
+        return training_seconds(size, some, tokens, inputs.config, target.card, num_updates=num_updates)
 
     if shared:
         links = target.options.links(target.card, target.gpus)

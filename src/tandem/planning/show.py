@@ -6,6 +6,7 @@ from tandem.planning.speed import Range
 from tandem.planning.traffic import OVERLAPPED
 from tandem.report.reporter import Reporter
 from tandem.storage.cache import GIB
+from tandem.terminal.printable import counted
 
 VERDICTS = {
     "fits": "fits",
@@ -164,7 +165,7 @@ def _time_parts(time: TimeNeed) -> str:
 
 def _disk(found: RunEstimate) -> list[tuple[str, str]]:
     disk = found.disk
-    kept = f"{disk.num_checkpoints} checkpoint{'s' if disk.num_checkpoints != 1 else ''} of {gib(disk.checkpoint)}"
+    kept = f"{counted(disk.num_checkpoints, 'checkpoint')} of {gib(disk.checkpoint)}"
     text = f"{gib(disk.total)} GiB in {disk.folder}: {kept}, export {gib(disk.export)}"
     if disk.free is None:
         return [("disk", text)]

@@ -109,7 +109,7 @@ def size_of(model: Any) -> ModelSize:
 
 
 def training_seconds(
-    size: ModelSize, work: Work, row_tokens: int, config: Config, card: Card, *, num_updates: float = 0.0
+    size: ModelSize, work: Work, row_tokens: int, config: Config, card: Card, *, num_updates: int = 0
 ) -> float:
     """Return the expected seconds of training on `work`. `row_tokens`: tokens of a micro-batch. `num_updates`: of the weights."""
     policy = config.policy

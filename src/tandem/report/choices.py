@@ -15,10 +15,10 @@ from tandem.model.architecture import architecture_of
 from tandem.model.load import describe_attention
 from tandem.model.lora.layers import LoraPlan
 from tandem.model.recurrent.outlook import describe_recurrent_layers
-from tandem.terminal.printable import listed
+from tandem.terminal.printable import counted, listed
 from tandem.training.adamw import state_bytes
 from tandem.training.optimizer import schedule_in_words
-from tandem.training.start.plan import shown_pairs, shown_path
+from tandem.training.start.plan import shown_path
 from tandem.training.start.setup import Setup
 
 # Counting pairs takes time per epoch, and some users set a million epochs and limit the steps.
@@ -114,7 +114,7 @@ def describe_sets(sets: Sets, config: Config) -> list[tuple[str, str]]:
 
 
 def _num_pairs(preferences: Preferences) -> str:
-    return shown_pairs(int(preferences.num_pairs.sum()))
+    return counted(int(preferences.num_pairs.sum()), "pair")
 
 
 def _loss_settings(config: Config) -> str:

@@ -12,7 +12,7 @@ from tandem.errors import CheckpointError, ConfigError
 from tandem.page.sections import final_record
 from tandem.run_numbers import Interval, accuracy_of
 from tandem.runs import Run, open_run
-from tandem.terminal.printable import escaped, listed
+from tandem.terminal.printable import counted, escaped, listed
 from tandem.training.checkpoint.ranking import Ranking
 
 # planned: not started, or of an earlier start and not continued yet
@@ -56,9 +56,7 @@ class SweepResult:
     def __repr__(self) -> str:
         """Where the sweep is, how its runs ended, and the best of them. A notebook prints this."""
         ends = Counter(run.status for run in self.runs)
-        runs = (
-            f"{len(self.runs)} run{'s' * (len(self.runs) != 1)} ({listed(f'{num} {one}' for one, num in ends.items())})"
-        )
+        runs = f"{counted(len(self.runs), 'run')} ({listed(f'{num} {one}' for one, num in ends.items())})"
         lines = [f"{self.folder}: {runs} of {listed(self.swept)}"]
         if self.best is not None and (found := self.best.accuracy) is not None:
             accuracy = f"accuracy {found.share:.3f} ({found.low:.3f} to {found.high:.3f})"

@@ -50,6 +50,13 @@ def listed(items: Iterable[object], *, most: int = LISTED_ITEMS) -> str:
     return ", ".join(shown[:most]) + more
 
 
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Return which byte of a file is not UTF-8 and what to do, as two sentences. The file was decoded as a whole."""
+    line = error.object.count(b"\n", 0, error.start) + 1
+    at = error.start - (error.object.rfind(b"\n", 0, error.start) + 1)
+    return f"not UTF-8 at byte {at} of line {line}. Save the file as UTF-8."
+
+
 def counted(num: int, noun: str) -> str:
     """Return "1 pair", "2 pairs" or "1,000 pairs"."""
     return f"{num:,} {noun}{'s' * (num != 1)}"

@@ -346,8 +346,8 @@ def test_a_hostile_script_ends_in_one_message(load, text):
 
 
 def test_a_script_that_is_no_text_or_not_there(tmp_path):
-    (tmp_path / "bytes.py").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"bytes\.py: not readable as a script: "):
+    (tmp_path / "bytes.py").write_bytes(b"import trl\n# \xfc\n")
+    with pytest.raises(ConfigError, match=r"bytes\.py: not UTF-8 at byte 2 of line 2\. Save the file as UTF-8\.$"):
         load_config(tmp_path / "bytes.py")
     with pytest.raises(ConfigError, match=r"none\.py: no such script\.$"):
         load_config(tmp_path / "none.py")

@@ -14,7 +14,7 @@ from run_directories import make_run, record
 
 from tandem.cli import main as cli
 from tandem.page.comparison import comparison
-from tandem.page.listing import COLUMNS, changed_keys, list_row, settings_line
+from tandem.page.listing import COLUMNS, changed_keys, list_row, shortened_settings
 from tandem.runs import open_run
 
 CODE = """
@@ -52,7 +52,7 @@ def test_several_runs_as_json(tmp_path):
     runs = [make_run(tmp_path / name, accuracy=accuracy) for name, accuracy in (("a", 0.6), ("b", 0.9))]
     done = tandem("report", *runs, "--json", cwd=tmp_path)
     found = json.loads(done.stdout)
-    assert (found["page"], found["is_replaced"], found["best"]) == ("comparison.html", False, str(runs[1]))
+    assert (found["page"], found["has_replaced"], found["best"]) == ("comparison.html", False, str(runs[1]))
     assert [run["validation"]["validation-default"]["last"]["accuracy"] for run in found["runs"]] == [0.6, 0.9]
     assert found["runs"][0]["changed"] == {"dpo.val_period": 5}
     assert (tmp_path / "comparison.html").is_file()
@@ -199,12 +199,10 @@ def test_a_run_without_validation_has_no_accuracy_in_the_list(tmp_path):
 
 def test_settings_are_shortened_to_the_width():
     settings = ["dpo.a=1", "dpo.b=2", "dpo.c=3"]
-    assert settings_line(settings, 25) == settings_line(settings, None) == "dpo.a=1, dpo.b=2, dpo.c=3"
-    assert settings_line(settings, 24) == "dpo.a=1 (+2 more)"
-    assert settings_line([*settings, "dpo.d=4"], 30) == "dpo.a=1, dpo.b=2 (+2 more)"
-    assert settings_line(["dpo.a=123456789", "dpo.b=2"], 20) == "dpo.a=123… (+1 more)"
-    assert settings_line(["dpo.a=123456789"], 10) == "dpo.a=123…"
-    assert settings_line([], 10) == "none"
+    assert shortened_settings(settings, 24) == "dpo.a=1 (+2 more)"
+    assert shortened_settings([*settings, "dpo.d=4"], 30) == "dpo.a=1, dpo.b=2 (+2 more)"
+    assert shortened_settings(["dpo.a=123456789", "dpo.b=2"], 20) == "dpo.a=123… (+1 more)"
+    assert shortened_settings(["dpo.a=123456789"], 10) == "dpo.a=123…"
 
 
 def test_a_terminal_shows_a_line_of_settings_per_run_and_a_file_all_of_them(tmp_path):
@@ -215,7 +213,7 @@ def test_a_terminal_shows_a_line_of_settings_per_run_and_a_file_all_of_them(tmp_
         make_run(tmp_path / f"runs/a-{number}", config=f"dpo:\n{values}")
     on_terminal = tandem("runs", cwd=tmp_path, FORCE_COLOR="1", COLUMNS="80").stdout
     assert "\n  a-1: dpo.preference_loss_weight=0.1, dpo.sft_loss_weight=0.1 (+1 more)\n" in on_terminal
-    assert on_terminal.endswith("\n--json lists all changed settings.\n")
+    assert on_terminal.endswith("\n--json lists every changed setting.\n")
     in_file = tandem("runs", cwd=tmp_path).stdout
     assert in_file.endswith(
         "\n  a-2: dpo.preference_loss_weight=0.2, dpo.sft_loss_weight=0.2, dpo.label_smoothing=0.2\n"

@@ -13,6 +13,7 @@ from tandem.config.sections.section import expand_home
 from tandem.config.source.yaml_text import YamlLimitError, is_scalar, listed_in, read_yaml_text, resolve_config_path
 from tandem.config.validation import flatten
 from tandem.errors import ConfigError, one_line
+from tandem.terminal.printable import not_utf8
 
 TreeAndOrigins = tuple[dict[str, Any], dict[str, str]]  # a tree of values, and the file that each key came from
 DEFAULTS = "defaults"
@@ -59,8 +60,8 @@ def _read(path: Path, above: tuple[Path, ...], known: dict[Path, TreeAndOrigins]
         raise ConfigError(f"{path}: no such configuration file{listed_in(above[-1] if above else None)}.") from None
     except YamlLimitError as error:
         raise ConfigError(f"{path}: {error} Is it a configuration file?") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: {_where_not_utf8(path)}. Save the file as UTF-8.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: {not_utf8(error)}") from None
     except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {one_line(error)}") from None
     if not isinstance(loaded, dict):
@@ -80,16 +81,6 @@ def _read(path: Path, above: tuple[Path, ...], known: dict[Path, TreeAndOrigins]
         origins |= below_origins
     known[path] = merge(tree, loaded), origins | dict.fromkeys(flatten(loaded), str(path))
     return known[path]
-
-
-def _where_not_utf8(path: Path) -> str:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                return f"not UTF-8 at byte {error.start} of line {number}"
-    return "not UTF-8"
 
 
 def _listed_file(path: Path, name: str) -> Path:

@@ -10,7 +10,9 @@ from tandem.config.source.files import TreeAndOrigins
 from tandem.config.source.literals import Literals, NotLiteralError
 from tandem.config.source.script_datasets import ScriptDataset, UnreadableDatasetError, dataset_of
 from tandem.config.source.statements import Statements
+from tandem.config.source.yaml_text import read_limited
 from tandem.errors import ConfigError, one_line
+from tandem.terminal.printable import not_utf8
 
 MAX_CHARACTERS = 1024 * 1024
 CONFIGS = ("DPOConfig", "TrainingArguments")
@@ -233,11 +235,12 @@ class _Script:
 
 def _parse(path: Path) -> tuple[ast.Module, str]:
     try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(MAX_CHARACTERS + 1)
+        text = read_limited(path, MAX_CHARACTERS)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such script.") from None
-    except (OSError, ValueError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: {not_utf8(error)}") from None
+    except OSError as error:
         raise ConfigError(f"{path}: not readable as a script: {one_line(error)}") from None
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"{path}: the script has more than {MAX_CHARACTERS:,} characters. Is it a training script?")

@@ -51,21 +51,23 @@ def resolve_config_path(path: Path, by: Path | None) -> Path:
 
 def read_yaml_text(path: Path) -> str:
     """Return the text of a YAML file. Raise YamlLimitError if it exceeds a limit. Stops reading at the size limit."""
-    text = _read_limited(path)
+    text = read_limited(path, MAX_CHARACTERS)
     check_yaml(text)
     return text
 
 
 def read_own_yaml(path: Path) -> Any:
     """Return the content of a YAML file that tandem wrote, such as config.yaml of a run. It may have been replaced."""
-    text = _read_limited(path)
+    text = read_limited(path, MAX_CHARACTERS)
     check_yaml(text, _OwnLoader)
     return load_own_yaml(text)
 
 
-def _read_limited(path: Path) -> str:
-    with path.open(encoding="utf-8") as file:
-        return file.read(MAX_CHARACTERS + 1)
+def read_limited(path: Path, max_characters: int) -> str:
+    """Return the text of a file. If it has more than `max_characters`, only its beginning, which is longer than that too."""
+    with path.open("rb") as file:
+        content = file.read(4 * max_characters + 1)  # of UTF-8, whose characters have at most 4 bytes
+    return content.decode("utf-8", errors="strict" if len(content) <= 4 * max_characters else "replace")
 
 
 def load_own_yaml(text: str) -> Any:

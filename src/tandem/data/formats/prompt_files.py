@@ -7,6 +7,7 @@ from pathlib import Path
 from tandem.config.sections.datasets import DatasetFields
 from tandem.data.formats.preference import Message, TextOrMessages
 from tandem.errors import ConfigError
+from tandem.terminal.printable import not_utf8
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,7 @@ def why_unreadable(error: OSError | UnicodeDecodeError) -> str:
     """Return why a text file could not be read and what to do, as two sentences after the name of the file."""
     if isinstance(error, OSError):
         return f"cannot be read ({error.strerror or error}). Check the path."
-    line = error.object.count(b"\n", 0, error.start) + 1
-    at = error.start - (error.object.rfind(b"\n", 0, error.start) + 1)
-    return f"not UTF-8 at byte {at} of line {line}. Save the file as UTF-8."
+    return not_utf8(error)
 
 
 def read_text_file(file: Path) -> str:

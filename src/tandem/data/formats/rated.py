@@ -22,6 +22,7 @@ from tandem.data.formats.preference import (
     text_of,
 )
 from tandem.data.read.sources import RowError, SourceRow
+from tandem.terminal.printable import counted
 
 SCORE_KEYS = ("score", "reward", "overall_score")
 SAMPLED_KEY = "completion_ids"
@@ -159,7 +160,7 @@ def _check_num_correct(row: SourceRow, key: str, count: int) -> None:
         raise RowError(
             row.place,
             "wrong num_correct",
-            f"num_correct: {describe(given)}, and {key} has {count} correct completion{'s' * (count != 1)}. Correct one of them.",
+            f"num_correct: {describe(given)}, and {key} has {counted(count, 'correct completion')}. Correct one of them.",
         )
 
 

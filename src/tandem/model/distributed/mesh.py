@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tandem.config.sections.parallel import REST, Parallel
 from tandem.errors import ConfigError
+from tandem.terminal.printable import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class MeshShape:
         """Return the sizes in words, such as "2 replicas of 4 shards, context 2"."""
         replicas = f"{self.replicate} replicas of " if self.replicate > 1 else ""
         context = f", context {self.context}" if self.context > 1 else ""
-        return f"{replicas}{self.weight_shards} shard{'s' if self.weight_shards > 1 else ''}{context}"
+        return f"{replicas}{counted(self.weight_shards, 'shard')}{context}"
 
 
 SINGLE_RANK_MESH = MeshShape()

@@ -36,8 +36,8 @@ TEMPORARY_NAMES = (
     *(re.escape(name) for name in FILES if "/" not in name),
     *(r"metrics\.step_[0-9]+(\.[0-9]+)?\.jsonl", "model"),
 )
-# Keys of a run's own place and code, which a new run has of its own.
-PLACE_KEYS = ("run.dir", "run.code", "checkpointing.checkpoint_dir")
+# Keys that each run has of its own: a run that is resumed keeps them, and a new one gets others.
+OWN_KEYS = ("run.dir", "run.code")
 # Keys that do not affect the weights after a given step, so they may change when a run is resumed.
 MAY_CHANGE = (
     "run.name",
@@ -135,9 +135,8 @@ def earlier_run(run: Path, loaded: LoadedConfig) -> tuple[str, str] | None:
     stored = stored_config(earlier) if earlier != run else None
     if stored is None or _differences(stored, loaded):
         return None
-    old, new = flatten(stored), flatten(_config_now(loaded))
-    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    changed = [override(key, new.get(key)) for key in keys]
+    changes = _changed(stored, _config_now(loaded))
+    changed = [override(key, value) for key, value in sorted(changes.items())]
     how = tandem_command("train", "--resume", str(earlier), *loaded.options, *changed)
     if not is_finished(earlier):
         return (
@@ -145,10 +144,11 @@ def earlier_run(run: Path, loaded: LoadedConfig) -> tuple[str, str] | None:
             "resume it:",
             how,
         )
-    longer = [key in LENGTH_KEYS and _is_raised(new.get(key), old.get(key)) for key in keys]
+    old = flatten(stored)
+    longer = [key in LENGTH_KEYS and _is_raised(value, old.get(key)) for key, value in changes.items()]
     return (
         (f"{earlier} is finished and differs only in having fewer steps. To extend it:", how)
-        if keys and all(longer)
+        if changes and all(longer)
         else None
     )
 
@@ -158,12 +158,16 @@ def other_run_hint(run: Path, loaded: LoadedConfig) -> str:
     if not in_command():
         return f"Choose another run.dir, or start a new run with {option('fresh', True)}."
     changed = _changed(stored_config(run) or {}, _config_now(loaded))
-    keys = [override(key, value) for key, value in changed.items() if not key.startswith(PLACE_KEYS)]
+    if loaded.config.run.dir is not None and loaded.config.checkpointing.checkpoint_dir is not None:
+        changed["checkpointing.checkpoint_dir"] = None  # it has the checkpoints of `run`
+    keys = [override(key, value) for key, value in changed.items()]
     return f"Train a new run: {tandem_command('train', '--config', f'{run}/config.yaml', *loaded.options, *keys, '--fresh')}"
 
 
 def _changed(old: Any, new: Any, key: str = "") -> dict[str, Any]:
-    """Return the new values of keys that differ. A section that has other keys than before is one value."""
+    """Return the new values of keys that differ, without OWN_KEYS. A section that has other keys than before is one value."""
+    if key in OWN_KEYS:
+        return {}
     if not isinstance(old, dict) or not isinstance(new, dict) or (key and old.keys() != new.keys()):
         return {} if old == new else {key: new}
     return {

@@ -97,10 +97,9 @@ def stopped_by_signals(
 
     def handle(number: int, _: Any) -> None:
         stopping.request(signal.Signals(number).name, SIGNALS[signal.Signals(number)])
-        for one in before:
-            at_once = (
-                signal.SIG_DFL if in_command() else before[one] or signal.SIG_DFL
-            )  # a call from Python must not end its process
+        for one, earlier in before.items():
+            # A call from Python must not end its process.
+            at_once = signal.SIG_DFL if in_command() or earlier is None else earlier
             signal.signal(one, at_once if alone else signal.SIG_IGN)
         if alone and stopping.stops_at_once:
             raise Terminated

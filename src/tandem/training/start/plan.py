@@ -15,6 +15,7 @@ from tandem.errors import ConfigError, DataError
 from tandem.packing.batches import Batches
 from tandem.packing.packer import DATASET_PACK, Packer, make_packer, prepared_lengths
 from tandem.packing.packs import open_packs
+from tandem.terminal.printable import counted
 
 # Suggested batch sizes: a set with fewer pairs than the first number of a row gets the second. docs/choosing.md states the rule.
 # Very small sets get batches with which three epochs have about 20 steps.
@@ -78,8 +79,8 @@ def plan_steps(sets: Sets, config: Config) -> Schedule:
     counts = _pairs_per_step(batches, config)
     if not counts:
         raise DataError(
-            f"the training set has {shown_pairs(batches.num_pairs_of(0))}, fewer than one batch of {size}, so there would be no "
-            f"step. {_suggest_smaller_batch(unpacked, config)}"
+            f"the training set has {counted(batches.num_pairs_of(0), 'pair')}, fewer than one batch of {size}, so there would be "
+            f"no step. {_suggest_smaller_batch(unpacked, config)}"
         )
     return Schedule(
         batches,
@@ -109,7 +110,7 @@ def _check_weights(sets: Sets, config: Config) -> None:
         size = span.end - span.start
         if size and round(span.weight * size) == 0:
             raise DataError(
-                f"{shown_path(given)}: weight {given.weight:g} of {size} preference{'s' if size > 1 else ''} is less than one, "
+                f"{shown_path(given)}: weight {given.weight:g} of {counted(size, 'preference')} is less than one, "
                 f"so no epoch would train on any of them. Raise the weight to {math.ceil(100 / size) / 100:g} or more."
             )
 
@@ -168,8 +169,3 @@ def _check_packs(batches: Batches, train: Packer) -> None:
 def shown_path(given: DatasetFields) -> str:
     """Return the path of a set as messages show it."""
     return "the bundled pairs" if given.data_path == EMBEDDED else given.data_path or given.dataset_name
-
-
-def shown_pairs(num_pairs: int) -> str:
-    """Format a number of pairs: 1200 gives "1,200 pairs"."""
-    return f"{num_pairs:,} pair{'s' if num_pairs != 1 else ''}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tandem.config.compat.records import Given, Outcome, no_effect, refused, translated
+from tandem.terminal.printable import counted
 
 # Schedules of transformers, as named here.
 SCHEDULES = {
@@ -73,7 +74,7 @@ def num_ranks() -> int:
 def batch(per_device: Any, accumulated: Any, ranks: int) -> Outcome:
     """The pairs of one optimizer step, over all devices."""
     one, times = whole(per_device), whole(accumulated)
-    note = f"{one} per device x {times} accumulated x {ranks} rank{'s' if ranks > 1 else ''}"
+    note = f"{one} per device x {times} accumulated x {counted(ranks, 'rank')}"
     return translated({"policy.train_global_batch_size": one * times * ranks}, note)
 
 

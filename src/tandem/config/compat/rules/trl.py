@@ -9,6 +9,7 @@ from typing import Any
 from tandem.config.compat.records import Given, Outcome, no_effect, refused, translated
 from tandem.config.compat.rules import trl_data, trl_losses
 from tandem.config.compat.rules.trl_data import evaluates, evaluation_strategy
+from tandem.terminal.printable import counted
 
 ADAM_BETAS = (0.9, 0.999)
 PAIRS_PER_DEVICE = 8
@@ -27,7 +28,7 @@ def global_batch(key: str, value: Any, given: Given) -> Outcome:
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if processes is None else processes
     if not all(isinstance(one, int) and one > 0 for one in (per_device, accumulated, ranks)):
         return refused(f"{BATCH_KEYS} must be whole numbers above 0.")
-    note = f"{per_device} per device x {accumulated} of accumulation x {ranks} rank{'s' if ranks > 1 else ''}"
+    note = f"{per_device} per device x {accumulated} of accumulation x {counted(ranks, 'rank')}"
     settings = {"policy.train_global_batch_size": per_device * accumulated * ranks}
     if key == "num_processes":
         machines = given.get("num_machines") or 1
