@@ -465,6 +465,14 @@ def test_more_steps_than_the_epochs_have_do_not_extend_a_run_and_the_reason_is_p
     )
 
 
+def test_no_limit_is_named_if_both_end_the_run_at_the_same_step(tmp_path, data, capfd):
+    run = short_run(tmp_path / "run", *data, "dpo.max_num_epochs=1", "dpo.max_num_steps=null")
+    steps = extension.last_step(run)
+    capfd.readouterr()
+    short_run(run, *data, "dpo.max_num_epochs=1", f"dpo.max_num_steps={steps}")
+    assert "is not reached" not in "".join(capfd.readouterr())
+
+
 def test_more_epochs_without_more_steps_do_not_extend_a_run_and_the_reason_is_printed(tmp_path, data, capfd):
     run = short_run(tmp_path / "run", *data, "dpo.max_num_epochs=1", "dpo.max_num_steps=1")
     before = (run / "metrics.jsonl").read_bytes()

@@ -29,7 +29,8 @@ class BestOfN:
     """Share of prompts with more than two completions whose highest-scored completion is a best one of the data."""
 
     num_prompts: int
-    completions_per_prompt: float
+    completions_per_prompt: float  # the mean
+    is_mixed: bool  # whether prompts have different numbers of completions
     accuracy: Estimate
 
 
@@ -63,6 +64,7 @@ class Benchmark:
     score: float
     missing: tuple[str, ...]  # sections and subsets of the benchmark without prompts in the data
     uncounted: tuple[str, ...]  # subsets of the data that are not of the benchmark
+    num_alone: int = 0  # prompts of Ties (RewardBench 2) without their counterpart, which lowers the score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

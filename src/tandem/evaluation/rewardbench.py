@@ -1,7 +1,7 @@
 """Scores RewardBench 1 and 2 as their authors do (github.com/allenai/reward-bench), from the scores of completions."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -94,7 +94,14 @@ def rewardbench_2(prompts: Sequence[ScoredPrompt]) -> Benchmark:
         score=float(np.mean(list(subsets.values()))),
         missing=tuple(name for name in SUBSETS_2 if name.lower() not in map(str.lower, subsets)),
         uncounted=(),
+        num_alone=_num_alone([one for name, of in by_subset.items() if name.lower() == TIES for one in of]),
     )
+
+
+def _num_alone(ties: Sequence[ScoredPrompt]) -> int:
+    """How many prompts of Ties have no counterpart: a tied prompt without its ref prompt, or the reverse."""
+    numbers = Counter(ties_kind_and_number(one.id)[1] for one in ties)
+    return sum(count == 1 for count in numbers.values())
 
 
 def ties_kind_and_number(id: str) -> tuple[str, int]:

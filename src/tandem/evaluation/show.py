@@ -109,7 +109,7 @@ def _show_total(found: Evaluation, total: Group, printer: _Printer) -> None:
             rows.append([label, _value(estimate.value), _interval(estimate)])
     if (best := found.best_of_n) is not None:
         mean = best.completions_per_prompt
-        which = f"best of {mean:.0f} right" if mean.is_integer() else f"best of N right, N {mean:.3g} on average"
+        which = f"best of N right, N {mean:.3g} on average" if best.is_mixed else f"best of {mean:.0f} right"
         label = f"{which} ({counted(best.num_prompts, 'prompt')})"
         rows.append([label, _value(best.accuracy.value), _interval(best.accuracy)])
     if found.calibration is not None:
@@ -162,6 +162,12 @@ def _show_benchmark(found: Benchmark, printer: _Printer) -> None:
         printer.say(f"Not in the score (no prompts): {', '.join(found.missing)}.")
     if found.uncounted:
         printer.say(f"Not in the score (not part of {found.name}): {', '.join(found.uncounted)}.")
+    if found.num_alone:
+        have = "has" if found.num_alone == 1 else "have"
+        printer.say(
+            f"{counted(found.num_alone, 'prompt')} of Ties {have} no counterpart in the data (ref:N and tied:N belong together), "
+            "so the score of Ties is too low."
+        )
     if any(name.lower() == TIES and not 0 <= value <= 1 for name, value in found.subsets.items()):
         printer.say("The published formula of Ties gives -0.01 to 1.01.")
 

@@ -237,7 +237,8 @@ def best_of_n(measured: Measured) -> BestOfN | None:
     if not right:
         return None
     accuracy = share_estimate(np.array(right), np.array(prompts))
-    return BestOfN(num_prompts=len(right), completions_per_prompt=float(np.mean(counts)), accuracy=accuracy)
+    mean, is_mixed = float(np.mean(counts)), len(set(counts)) > 1
+    return BestOfN(num_prompts=len(right), completions_per_prompt=mean, is_mixed=is_mixed, accuracy=accuracy)
 
 
 def benchmarks(measured: Measured) -> tuple[Benchmark, ...]:

@@ -1,6 +1,7 @@
 """Returns warnings about the settings of a run: what they would do to its result or its speed, and what to set instead."""
 
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 
@@ -77,8 +78,14 @@ def unreached_limit(setup: Setup) -> Iterator[str]:
             f"dpo.max_num_steps = {dpo.max_num_steps} is not reached: dpo.max_num_epochs = {dpo.max_num_epochs} ends the run at "
             f"step {setup.plan.num_steps}. Raise dpo.max_num_epochs to extend it."
         )
-    elif setup.plan.num_steps == dpo.max_num_steps:
+    elif setup.plan.num_steps == dpo.max_num_steps and _have_more_steps(setup):
         yield (
             f"dpo.max_num_epochs = {dpo.max_num_epochs} is not reached: dpo.max_num_steps = {dpo.max_num_steps} ends the run. "
             "Raise dpo.max_num_steps to extend it, or set it to null."
         )
+
+
+def _have_more_steps(setup: Setup) -> bool:
+    """Whether the epochs have more steps than the run."""
+    batches = (one for epoch in range(setup.config.dpo.max_num_epochs) for one in setup.plan.batches.epoch(epoch))
+    return next(islice(batches, setup.plan.num_steps, None), None) is not None

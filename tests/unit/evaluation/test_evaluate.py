@@ -436,8 +436,8 @@ def test_one_pair_is_written_in_the_singular(other_model, ranked, tmp_path):
 def test_best_of_n_says_how_many_completions_there_are(other_model, ranked):
     found = evaluate(other_model, [ranked])
     assert "\nbest of 3 right (8 prompts) " in printed(found)
-    mixed = replace(found.best_of_n, completions_per_prompt=13 / 3, num_prompts=1)
-    assert "\nbest of N right, N 4.33 on average (1 prompt) " in printed(replace(found, best_of_n=mixed))
+    mixed = replace(found.best_of_n, completions_per_prompt=4.0, is_mixed=True, num_prompts=1)
+    assert "\nbest of N right, N 4 on average (1 prompt) " in printed(replace(found, best_of_n=mixed))
 
 
 def test_errors_of_rows_name_the_key_that_sets_how_data_is_read(other_model, tmp_path):

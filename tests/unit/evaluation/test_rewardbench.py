@@ -1,5 +1,7 @@
 """RewardBench 1 and 2, scored as their authors do, with numbers worked out by hand."""
 
+import io
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,8 @@ from tandem.evaluation.rewardbench import (
     rewardbench_2,
     ties_score,
 )
+from tandem.evaluation.show import _Printer, _show_benchmark
+from tandem.terminal.console import SafeConsole
 
 
 def prompt(name, scores, num_correct=1, subset="Ties"):
@@ -43,6 +47,20 @@ def test_sections_and_subsets_without_prompts_are_named_and_so_are_subsets_that_
     assert rewardbench_1(every, dict.fromkeys(every, 10)).missing == ()
     found = rewardbench_2([prompt("1", [1, 0], subset="Math"), prompt("ref:1", [1, 0], subset="ties")])
     assert found.missing == ("Factuality", "Precise IF", "Safety", "Focus")
+    assert found.num_alone == 1
+
+
+def test_prompts_of_ties_without_their_counterpart_are_counted():
+    ids = ("ref:1", "tied:1", "ref:2", "tied:03")
+    found = rewardbench_2([prompt(id, [2, 1, 0], 1 + (id[0] == "t"), subset="Ties") for id in ids])
+    assert found.num_alone == 2
+    out = io.StringIO()
+    _show_benchmark(found, _Printer(SafeConsole(file=out, width=200)))
+    assert (
+        "\n2 prompts of Ties have no counterpart in the data (ref:N and tied:N belong together), so the score"
+        in out.getvalue()
+    )
+    assert rewardbench_2([prompt("1", [1, 0], subset="Math")]).num_alone == 0
 
 
 def test_prior_sets_count_half_a_section():
