@@ -72,7 +72,7 @@ def test_the_pages_state_the_rule_for_batch_sizes():
     for name in ("README.md", "docs/tutorial.md"):
         assert "500" in pages[name].split("policy.train_global_batch_size=8")[0][-60:], name
     for name in ("README.md", "docs/tutorial.md"):
-        assert "below 60 pairs 4, below 30 pairs 2, below 15 pairs 1" in pages[name], name
+        assert "below 60 pairs a batch of 4, below 30 pairs 2, below 15 pairs 1" in pages[name], name
     assert "`policy.train_global_batch_size`: 8 for fewer than 500 pairs" in pages["docs/quickstart.md"]
 
 
