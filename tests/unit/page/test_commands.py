@@ -211,7 +211,7 @@ def test_a_terminal_shows_a_line_of_settings_per_run_and_a_file_all_of_them(tmp_
             f"  {key}: 0.{number}\n" for key in ("label_smoothing", "sft_loss_weight", "preference_loss_weight")
         )
         make_run(tmp_path / f"runs/a-{number}", config=f"dpo:\n{values}")
-    on_terminal = tandem("runs", cwd=tmp_path, FORCE_COLOR="1", COLUMNS="80").stdout
+    on_terminal = tandem("runs", cwd=tmp_path, CI="", FORCE_COLOR="1", COLUMNS="80").stdout
     assert "\n  a-1: dpo.preference_loss_weight=0.1, dpo.sft_loss_weight=0.1 (+1 more)\n" in on_terminal
     assert on_terminal.endswith("\n--json lists every changed setting.\n")
     in_file = tandem("runs", cwd=tmp_path).stdout
