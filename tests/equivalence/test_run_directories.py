@@ -70,6 +70,22 @@ def test_a_run_resumes_from_its_checkpoints_in_another_directory(tmp_path):
     assert metrics_of(cut) == metrics_of(short_run(tmp_path / "whole", *SAVING))
 
 
+def test_the_checkpoints_of_a_run_are_looked_for_where_they_are(tmp_path):
+    run, elsewhere = tmp_path / "run", f"checkpointing.checkpoint_dir={tmp_path}/elsewhere"
+    short_run(run, *SAVING)
+    for steps in ((), ("dpo.max_num_steps=8",)):
+        with pytest.raises(CheckpointError) as caught:
+            short_run(run, *SAVING, *steps, elsewhere)
+        assert str(caught.value) == (
+            f"checkpointing.checkpoint_dir = {tmp_path}/elsewhere: the checkpoints of {run} are in {run}/checkpoints. Restore "
+            f"checkpointing.checkpoint_dir, or first move them to {tmp_path}/elsewhere."
+        )
+    (run / "checkpoints").rename(tmp_path / "elsewhere")
+    short_run(run, *SAVING, *steps, elsewhere)
+    with pytest.raises(CheckpointError, match=f"^checkpointing.checkpoint_dir = null: the checkpoints of {run} are in "):
+        short_run(run, *SAVING, *steps)
+
+
 def test_checkpoint_dir_without_run_dir_is_the_run_directory(here):
     with killed_after(3):
         run("checkpointing.checkpoint_dir=results")

@@ -21,7 +21,7 @@ from tandem.storage.cache import fingerprint, is_export, real_path
 from tandem.storage.ownership import open_own, refuse_other_than_file, refuse_other_than_folder
 from tandem.terminal.arguments import in_command, option, setting
 from tandem.terminal.commands import override, tandem_command
-from tandem.training.run.other_folders import why_not_a_run
+from tandem.training.run.other_folders import checkpoints_in, why_not_a_run
 
 TRANSLATION_FILE = "translation.txt"  # what became of the keys of another trainer's configuration
 # The files that a run writes in its directory, except checkpoints.
@@ -100,6 +100,7 @@ def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
         if (given / "config.yaml").is_file():
             refuse_other_than_export(given)
             refuse_other_config(given, loaded)
+            _refuse_other_checkpoint_dir(given, config)
         elif given.is_dir() and any(path.name != "lock" and not path.name.startswith(".") for path in given.iterdir()):
             raise ConfigError(f"{key} = {given}: not empty, and {why_not_a_run(given)}. Choose another directory.")
         return given
@@ -120,10 +121,25 @@ def checkpoint_dir(config: Config, run: Path) -> Path:
     If run.dir and checkpointing.checkpoint_dir are both set and differ, this is checkpoint_dir. Otherwise it is `checkpoints`
     in the run directory.
     """
-    given = config.checkpointing.checkpoint_dir
-    if given is None or config.run.dir is None or real_path(given) == real_path(run):
+    return _checkpoint_dir(config.run.dir, config.checkpointing.checkpoint_dir, run)
+
+
+def _checkpoint_dir(run_dir: str | None, given: str | None, run: Path) -> Path:
+    if given is None or run_dir is None or real_path(given) == real_path(run):
         return run / "checkpoints"
     return Path(given)
+
+
+def _refuse_other_checkpoint_dir(run: Path, config: Config) -> None:
+    """Raise CheckpointError if the configuration names another checkpoint directory than that of the run's checkpoints."""
+    stored = stored_config(run) or {}
+    dirs = [stored.get(section, {}).get(key) for section, key in (("run", "dir"), ("checkpointing", "checkpoint_dir"))]
+    old, new = _checkpoint_dir(*dirs, run), checkpoint_dir(config, run)
+    if real_path(old) != real_path(new) and checkpoints_in(old):
+        raise CheckpointError(
+            f"checkpointing.checkpoint_dir = {config.checkpointing.checkpoint_dir or 'null'}: the checkpoints of {run} are in "
+            f"{old}. Restore checkpointing.checkpoint_dir, or first move them to {new}."
+        )
 
 
 def earlier_run(run: Path, loaded: LoadedConfig) -> tuple[str, str] | None:

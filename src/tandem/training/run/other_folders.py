@@ -10,7 +10,7 @@ SWEEP_FILE = "sweep.json"  # in the directory of a sweep, whose folders are runs
 
 def why_not_a_run(folder: Path) -> str:
     """Return the reason why a folder without config.yaml is not a run."""
-    if checkpoints := _checkpoints_in(folder):
+    if checkpoints := checkpoints_in(folder):
         run = run_of_checkpoints(folder)
         return (
             f"it holds checkpoints, such as {checkpoints[0]}" if run is None else f"it holds the checkpoints of {run}"
@@ -23,7 +23,7 @@ def why_not_a_run(folder: Path) -> str:
 
 def what_runs_it_holds(folder: Path) -> str | None:
     """Return text that says that a folder is a sweep, or holds runs or checkpoints, with one of them; None if none is true."""
-    if checkpoints := _checkpoints_in(folder):
+    if checkpoints := checkpoints_in(folder):
         run = run_of_checkpoints(folder)
         what, either = ("checkpoints", "") if run is None else (f"the checkpoints of {run}", "that run, or ")
         return f"it holds {what}: name {either}one of them, such as {checkpoints[0]}"
@@ -38,7 +38,7 @@ def what_runs_it_holds(folder: Path) -> str | None:
 def run_of_checkpoints(folder: Path) -> Path | None:
     """Return the run directory whose folder of checkpoints this is; None if it is none, or not inside its run."""
     run = folder.parent if folder.name not in ("", "..") and folder.parent.name else folder.resolve().parent
-    return run if (run / "config.yaml").is_file() and _checkpoints_in(folder) else None
+    return run if (run / "config.yaml").is_file() and checkpoints_in(folder) else None
 
 
 def hint_of_run(folder: Path) -> str:
@@ -47,5 +47,6 @@ def hint_of_run(folder: Path) -> str:
     return "" if run is None else f" {with_other_path(folder, run)}"
 
 
-def _checkpoints_in(folder: Path) -> list[Path]:
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints that a folder holds, without opening them."""
     return sorted(path.parent for path in folder.glob("*/state.json") if is_checkpoint(path.parent))
