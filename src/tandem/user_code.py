@@ -13,6 +13,7 @@ import sys
 import tokenize
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,11 +115,30 @@ def name_function(what: str, function: object) -> str:
             raise ConfigError(
                 f"{what} = {shown}: {file} has changed since the function was imported. Import it again, or restart Python."
             )
+        _warn_of_calls_on_import(file, content)
         name, digest = f"{_shortest(file)}:{plain.__name__}", _code_digest(content)
     else:
         name, digest = f"python:{plain.__name__}", hashlib.sha256(_source_of(plain).encode()).hexdigest()
     _known[name] = UserFunction(name, function, digest, is_given=True)  # pyright: ignore[reportArgumentType]
     return name
+
+
+def _warn_of_calls_on_import(file: str, content: bytes) -> None:
+    """Warn if the current call comes from a line that is run whenever `file` is imported, as other commands do."""
+    frame = sys._getframe()
+    while frame.f_back is not None and (frame.f_code.co_name, frame.f_code.co_filename) != ("<module>", file):
+        frame = frame.f_back
+    if (frame.f_code.co_name, frame.f_code.co_filename) != ("<module>", file):
+        return
+    line = frame.f_lineno
+    for statement in ast.parse(content).body:
+        is_called_there = statement.lineno <= line <= (statement.end_lineno or line)
+        if is_called_there and not (isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)):
+            text = (
+                f"{_shortest(file)} calls tandem while it is imported, so `tandem eval` and `tandem export` cannot import its "
+                "functions. Put the call below `if __name__ == '__main__':` now, since a run does not accept changed code."
+            )
+            warnings.warn_explicit(text, UserWarning, file, line)
 
 
 def refuse_while_loading(function: str) -> None:

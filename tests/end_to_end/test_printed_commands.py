@@ -325,14 +325,14 @@ def test_the_suggested_run_omits_what_the_verdict_blames(tmp_path, where, key, t
     assert key == RATE[0] or policy.scheduler == (None if where == "file" else Policy().scheduler)
 
 
-def test_a_run_says_which_of_its_settings_the_next_one_omits(tmp_path, capsys, monkeypatch):
+def test_a_run_says_which_of_its_settings_the_next_one_changes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(finish, "judge", lambda *_: [Verdict("accuracy_flat", "train", f"{RATE[1]} {SCHEDULER[1]}")])
     given = [*SHORT, f"run.dir={tmp_path}/run", "policy.optimizer.kwargs.lr=1e-9"]
     given = [one for one in given if "scheduler" not in one and not one.startswith(("policy.model_name", "data."))]
     train(load_config(None, given), Reporter())
     said = capsys.readouterr().out
     assert (
-        "Next: a real model, without your policy.optimizer.kwargs.lr, which the verdict advises to change, then your own"
+        "Next: a real model, with tandem's policy.optimizer.kwargs.lr instead of yours (see the verdict), then your own pairs"
     ) in said
     assert "lr=" not in said.partition("Next:")[2]
 

@@ -1,6 +1,7 @@
 """Losses and formats of the user's: found by name, checked, compared, and never run from a file without permission."""
 
 import hashlib
+import importlib
 import json
 from pathlib import Path
 
@@ -236,7 +237,7 @@ def test_a_changed_file_is_noticed(tmp_path):
     assert old != new
     with pytest.raises(CheckpointError) as error:
         refuse_other_config(tmp_path, now)
-    assert f"  run.code.mine.py:focal: '{old}' there, '{new}' now" in str(error.value)
+    assert "\n  the code of mine.py:focal, which has changed\n" in str(error.value)
     assert refusal(file="config.yaml", allow_code=True) == (
         f"dpo.preference_loss = mine.py:focal: the code has changed since the run started (SHA-256 {new[:12]}..., then "
         f"{old[:12]}..., without comments and blank lines), so the run would not be the same. Undo the change, or start a "
@@ -285,6 +286,20 @@ def test_texts_are_code(text, changed):
 def test_a_function_object_is_named_by_its_file():
     assert name_function("loss", top_level) == f"{Path(__file__).resolve()}:top_level"
     assert load_function(KEY, f"{Path(__file__).resolve()}:top_level").function is top_level
+
+
+@pytest.mark.parametrize(("start", "is_warned"), [("", True), ("if __name__ != '':\n    ", False)])
+def test_a_call_that_runs_on_import_is_warned_of(tmp_path, monkeypatch, recwarn, start, is_warned):
+    name = f"calls_on_import_{is_warned}"
+    monkeypatch.syspath_prepend(tmp_path)
+    call = "from tandem.user_code import name_function\ndef f(pairs): pass\n"
+    written(f"{call}{start}name_function('loss', f)\n", f"{name}.py")
+    importlib.import_module(name)
+    said = [f"{one.message}" for one in recwarn if one.category is UserWarning]
+    assert said == [
+        f"{name}.py calls tandem while it is imported, so `tandem eval` and `tandem export` cannot import its functions. Put "
+        "the call below `if __name__ == '__main__':` now, since a run does not accept changed code."
+    ] * is_warned
 
 
 def test_a_function_without_a_file_is_known_in_its_process_only():

@@ -38,6 +38,7 @@ TEMPORARY_NAMES = (
 )
 # Keys that each run has of its own: a run that is resumed keeps them, and a new one gets others.
 OWN_KEYS = ("run.dir", "run.code")
+CODE = "run.code."  # and FILE.py:FUNCTION: the hash of its file
 # Keys that do not affect the weights after a given step, so they may change when a run is resumed.
 MAY_CHANGE = (
     "run.name",
@@ -266,7 +267,9 @@ def _differences(stored: dict[str, Any], loaded: LoadedConfig) -> list[str]:
     old, new = flatten(stored), flatten(_config_now(loaded))
     by_batch = {old.get("policy.packing.mode"), new.get("policy.packing.mode")} == {"batch"}
     return [
-        f"  {key}: {old.get(key)!r} there, {new.get(key)!r} now"
+        f"  the code of {key.removeprefix(CODE)}, which has changed"
+        if key.startswith(CODE) and key in old and key in new
+        else f"  {key}: {old.get(key)!r} there, {new.get(key)!r} now"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key) and _affects_weights(key, loaded.config, by_batch=by_batch)
     ]

@@ -188,7 +188,7 @@ def _suggest_next(t: Training, model: Path, loaded: LoadedConfig, blamed: Collec
     else:
         others = ", then your own pairs (JSONL with prompt, chosen, rejected) as data.train"
         changed = " and ".join(key for key in sorted(blamed) if loaded.is_set_by_user(key))
-        default = f", without your {changed}, which the verdict advises to change" if changed else ""
+        default = f", with tandem's {changed} instead of yours (see the verdict)" if changed else ""
         t.reporter.say(f"\nNext: a real model{default}{'' if _has_own_pairs(loaded) else others}.")
         t.reporter.command(with_real_model(loaded, t.run, t.setup.plan.batches.num_pairs_of(0), blamed))
 
