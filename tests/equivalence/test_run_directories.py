@@ -82,7 +82,9 @@ def test_the_checkpoints_of_a_run_are_looked_for_where_they_are(tmp_path):
         )
     (run / "checkpoints").rename(tmp_path / "elsewhere")
     short_run(run, *SAVING, *steps, elsewhere)
-    with pytest.raises(CheckpointError, match=f"^checkpointing.checkpoint_dir = null: the checkpoints of {run} are in "):
+    with pytest.raises(
+        CheckpointError, match=f"^checkpointing.checkpoint_dir = null: the checkpoints of {run} are in "
+    ):
         short_run(run, *SAVING, *steps)
 
 

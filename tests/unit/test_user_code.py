@@ -296,10 +296,14 @@ def test_a_call_that_runs_on_import_is_warned_of(tmp_path, monkeypatch, recwarn,
     written(f"{call}{start}name_function('loss', f)\n", f"{name}.py")
     importlib.import_module(name)
     said = [f"{one.message}" for one in recwarn if one.category is UserWarning]
-    assert said == [
-        f"{name}.py calls tandem while it is imported, so `tandem eval` and `tandem export` cannot import its functions. Put "
-        "the call below `if __name__ == '__main__':` now, since a run does not accept changed code."
-    ] * is_warned
+    assert (
+        said
+        == [
+            f"{name}.py calls tandem while it is imported, so `tandem eval` and `tandem export` cannot import its functions. Put "
+            "the call below `if __name__ == '__main__':` now, since a run does not accept changed code."
+        ]
+        * is_warned
+    )
 
 
 def test_a_function_without_a_file_is_known_in_its_process_only():

@@ -134,8 +134,8 @@ def _checkpoint_dir(run_dir: str | None, given: str | None, run: Path) -> Path:
 def _refuse_other_checkpoint_dir(run: Path, config: Config) -> None:
     """Raise CheckpointError if the configuration names another checkpoint directory than that of the run's checkpoints."""
     stored = stored_config(run) or {}
-    dirs = [stored.get(section, {}).get(key) for section, key in (("run", "dir"), ("checkpointing", "checkpoint_dir"))]
-    old, new = _checkpoint_dir(*dirs, run), checkpoint_dir(config, run)
+    run_dir, given = stored.get("run", {}).get("dir"), stored.get("checkpointing", {}).get("checkpoint_dir")
+    old, new = _checkpoint_dir(run_dir, given, run), checkpoint_dir(config, run)
     if real_path(old) != real_path(new) and checkpoints_in(old):
         raise CheckpointError(
             f"checkpointing.checkpoint_dir = {config.checkpointing.checkpoint_dir or 'null'}: the checkpoints of {run} are in "
