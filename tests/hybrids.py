@@ -16,6 +16,8 @@ from tandem.packing.layout import join, lay_out
 
 INSTALLED = tuple(map(int, __version__.split(".")[:2]))
 CURRENT = (5, 23)  # the transformers that has all types
+# Model types with experts whose routers report their logits only in the current transformers.
+WITHOUT_LOGITS = ("granitemoe", "granitemoe_swa", "granitemoeshared") if INSTALLED < CURRENT else ()
 WEIGHTS = torch.randn(1000, generator=torch.Generator().manual_seed(1))  # of log-probabilities in a loss
 
 LINEAR = {

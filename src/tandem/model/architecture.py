@@ -229,7 +229,10 @@ def router_class(architecture: Architecture) -> type[nn.Module] | None:
     """Return the class of a model's routers, if they can be trained with a load-balancing loss."""
     if architecture.model_type not in TYPES_WITH_BALANCE:
         return None
-    return architecture.model_class._can_record_outputs["router_logits"].target_class
+    reported = architecture.model_class._can_record_outputs.get(
+        "router_logits"
+    )  # not by earlier versions for some types
+    return None if reported is None else reported.target_class
 
 
 def feed_forward_width(config: Any) -> float:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hybrids import CURRENT, HYBRIDS, INSTALLED, convolution_by_torch, hybrid_settings, tiny_hybrid
+from hybrids import CURRENT, HYBRIDS, INSTALLED, SETTINGS, convolution_by_torch, hybrid_settings, tiny_hybrid
 from models import VOCABULARY, as_policy, tiny_config
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
@@ -142,7 +142,7 @@ def test_other_recurrent_layers_are_refused_in_packs():
 
 def test_layers_that_need_a_later_transformers_are_refused_in_packs(monkeypatch):
     monkeypatch.setattr(architecture, "transformers_version", "5.21.1")
-    source = ModelSource("it", Path(), tiny_config("lfm2", **hybrid_settings("lfm2")))
+    source = ModelSource("it", Path(), tiny_config("lfm2", **SETTINGS["lfm2"]))
     with pytest.raises(ConfigError) as refused:
         check_packable(source, Policy())
     assert str(refused.value) == (
@@ -338,7 +338,7 @@ def test_outside_packs_the_kernel_of_the_delta_rule_is_used_only_if_it_is_correc
 
 
 def test_a_run_prints_how_recurrent_layers_are_computed(monkeypatch):
-    lfm2 = tiny_config("lfm2", **hybrid_settings("lfm2"))
+    lfm2 = tiny_config("lfm2", **SETTINGS["lfm2"])
     assert outlook.describe_recurrent_layers(lfm2, CPU, "float32") == "convolutions within each sequence"
     once = "each prompt once, its state copied for every completion, by "
     assert outlook.describe_recurrent_layers(granite(), CPU, "float32") == f"{once}torch operations"

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+import transformers
+from hybrids import WITHOUT_LOGITS
 from models import tiny_config
+from transformers import GraniteMoeForCausalLM
 
 from tandem.config.load import load_config
 from tandem.errors import ConfigError
@@ -47,10 +50,18 @@ def test_rows_that_are_divided_among_ranks_are_refused():
 
 
 def test_every_listed_type_reports_the_logits_of_its_routers():
-    for model_type in TYPES_WITH_BALANCE:
+    for model_type in set(TYPES_WITH_BALANCE).difference(WITHOUT_LOGITS):
         assert router_class(architecture_of(tiny_config(model_type))) is not None
         check(model_type)
     assert router_class(architecture_of(tiny_config("deepseek_v3"))) is None
+
+
+def test_a_model_whose_routers_do_not_report_their_logits_is_refused(monkeypatch):
+    monkeypatch.setattr(GraniteMoeForCausalLM, "_can_record_outputs", {})
+    assert refusal("granitemoe") == (
+        "dpo.router_aux_loss_coef = 0.01: routers of granitemoe models do not report their logits in transformers "
+        f"{transformers.__version__}. Upgrade it, or leave the key out."
+    )
 
 
 def test_a_negative_weight_is_refused():

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from transformers import __version__ as transformers_version
 
 from tandem.config.schema import Config
 from tandem.errors import ConfigError, MachineError
@@ -82,6 +83,11 @@ def _check_routers(config: Config, source: ModelSource, context: int) -> None:
     key = f"dpo.router_aux_loss_coef = {coefficient:g}"
     if not architecture.has_experts:
         raise ConfigError(f"{key}: {source.name} has no experts. Leave it out.")
+    if router_class(architecture) is None and architecture.model_type in TYPES_WITH_BALANCE:
+        raise ConfigError(
+            f"{key}: routers of {architecture.model_type} models do not report their logits in transformers "
+            f"{transformers_version}. Upgrade it, or leave the key out."
+        )
     if router_class(architecture) is None:
         raise ConfigError(
             f"{key}: routers of {architecture.model_type} models have no load-balancing loss in tandem, because they balance in "
