@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tandem.config.tracked import tracked_metric
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import ConfigError
 from tandem.page.sections import final_record
 from tandem.run_numbers import Interval, accuracy_of
 from tandem.runs import Run, open_run
@@ -84,7 +84,7 @@ def read_runs(runs: Sequence[SweepRun]) -> dict[str, Run]:
     """Read the directories of runs, by name. Runs that have written nothing are left out."""
     found = {}
     for run in runs:
-        with suppress(CheckpointError, ConfigError):
+        with suppress(ConfigError):
             found[run.name] = open_run(run.path)
     return found
 

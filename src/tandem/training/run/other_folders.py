@@ -41,6 +41,15 @@ def run_of_checkpoints(folder: Path) -> Path | None:
     return run if (run / "config.yaml").is_file() and _checkpoints_in(folder) else None
 
 
+def run_around(folder: Path) -> Path | None:
+    """Return the run that a folder or a checkpoint belongs to, written as the user wrote the path; None if there is none."""
+    levels = 2 if is_checkpoint(folder) else 1
+    given = folder.parents[levels - 1 : levels] if ".." not in folder.parts else ()
+    return next(
+        (one for one in (*given, folder.resolve().parents[levels - 1]) if (one / "config.yaml").is_file()), None
+    )
+
+
 def hint_of_run(folder: Path) -> str:
     """Return a sentence with the command that names the run instead of its folder of checkpoints; for other folders, nothing."""
     run = run_of_checkpoints(folder)
