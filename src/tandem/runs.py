@@ -198,20 +198,21 @@ def list_sweeps(folder: str | Path) -> list[Path]:
 
 def refuse_other_than_run(folder: Path) -> None:
     """Refuse a path that is not a run's directory, with a message that says what it is."""
-    if is_checkpoint(folder):
-        raise ConfigError(f"{folder}: a checkpoint, not a run.{_hint(folder)}")
     if not folder.exists():
         raise ConfigError(f"{folder}: there is no such directory. {_listing()} lists the runs in a folder.")
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: a file, not a run's directory.")
-    if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"{folder}: {why_not_a_run(folder)}.{_hint(folder)}")
+    if what := other_than_run(folder):
+        run = run_around(folder)
+        hint = "" if run is None else f" {with_other_path(folder, run)}"
+        raise ConfigError(f"{folder}: {what}.{hint}")
 
 
-def _hint(folder: Path) -> str:
-    """Return a sentence with the command that names the run around a folder instead; for a folder outside of a run, nothing."""
-    run = run_around(folder)
-    return "" if run is None else f" {with_other_path(folder, run)}"
+def other_than_run(path: Path) -> str | None:
+    """Return what an existing path is instead of a run's directory; None if it is one."""
+    if is_checkpoint(path):
+        return "a checkpoint, not a run"
+    if not path.is_dir():
+        return "a file, not a run's directory"
+    return None if (path / "config.yaml").is_file() else why_not_a_run(path)
 
 
 def _listing() -> str:

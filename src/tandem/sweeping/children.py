@@ -22,7 +22,6 @@ COMMAND = (sys.executable, "-P", "-m", "tandem.launch.child")
 POLL_SECONDS = 0.1
 # Of a run that was asked to stop; negative before it handles signals.
 STOPPED_EXIT_CODES = (*SIGNALS.values(), *(-one for one in SIGNALS))
-LOGS = "logs"  # folder of the sweep; a log has everything that its run printed
 STEP = re.compile(rb"^step (\d+)/(\d+) ", re.MULTILINE)
 ERROR = "tandem: error: "
 MAX_ERROR_BYTES = 64 * 1024  # read from the end of a log

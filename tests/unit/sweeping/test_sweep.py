@@ -507,9 +507,9 @@ def test_report_reads_the_runs_of_a_sweep(tmp_path):
     for given in (["s"], [str(path) for path in sorted(Path("s").iterdir())]):
         written = write_report(given, tmp_path / "page.html")
         assert [run.name for run in written.runs] == ["seed-1", "seed-2"]
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(ConfigError) as refused:
         write_report(["s/sweep.json", "s/logs"])
-    assert str(refused.value) == "s/sweep.json: no run of this sweep has started. `tandem sweep` trains them."
+    assert str(refused.value) == "s/sweep.json: a file, not a run's directory."
     with pytest.raises(ConfigError):
         write_report(["s/seed-9"])
 

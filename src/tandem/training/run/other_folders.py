@@ -5,7 +5,8 @@ from pathlib import Path
 from tandem.storage.cache import is_checkpoint
 from tandem.terminal.commands import with_other_path
 
-SWEEP_FILE = "sweep.json"  # in the directory of a sweep, whose folders are runs
+# In the directory of a sweep, whose other folders are runs.
+SWEEP_FILE, SWEEP_LOGS = "sweep.json", "logs"
 
 
 def why_not_a_run(folder: Path) -> str:
