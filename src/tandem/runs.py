@@ -177,6 +177,11 @@ def stored_pairs(folder: Path) -> Mapping[str, Any]:
     return _Reader(folder).mapping("pairs.json")
 
 
+def read_start_of(folder: Path, name: str, limit: int) -> bytes | None:
+    """Return at most the first `limit` bytes of a file in a folder; None if it is missing or refused."""
+    return _Reader(folder)._bytes(name, limit, cut=True)
+
+
 def list_runs(folder: str | Path, each: Callable[[list[Path]], Iterable[Path]] = iter) -> list[Run]:
     """Read every run in a folder, or the folder itself if it is a run, sorted by name. `each`: a progress bar over the paths."""
     place = Path(folder)

@@ -37,6 +37,7 @@ class SweepRun:
     values: tuple[str, ...]  # overrides of the swept keys: dpo.sft_loss_weight=0.1
     status: Status = "planned"
     error: str | None = None  # of a run that failed
+    exit_code: int | None = None  # of the process of a run that failed
     log: Path
     accuracy: Interval | None = None  # of the exported model, or of the last validation
     tracked: Tracked | None = None

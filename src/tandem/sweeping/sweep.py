@@ -13,7 +13,7 @@ from tandem.runs import Run
 from tandem.storage.ownership import remove_abandoned
 from tandem.sweeping.children import Ended, Task, train_all
 from tandem.sweeping.parallel import choose_environments, refuse_parallel, uses_several_gpus
-from tandem.sweeping.plan import Reading, SweepPlan, choose_folder, make_plan, write_plan
+from tandem.sweeping.plan import PlannedRun, Reading, SweepPlan, choose_folder, make_plan, write_plan
 from tandem.sweeping.records import SweepResult, SweepRun, measured, read_runs
 from tandem.terminal.arguments import in_command, option, same_call
 from tandem.terminal.printable import counted
@@ -61,6 +61,7 @@ def run_plan(
     unfinished = [one for one, run in zip(plan.runs, runs, strict=True) if run.status != "finished"]
     configs = [one.loaded.config for one in unfinished]
     refuse_parallel(configs, parallel)
+    _check_data(plan, unfinished, reporter)
     if dry_run:
         if parallel is not None:
             reporter.say(f"{option('parallel', parallel)} has no effect on a dry run, which trains nothing.")
@@ -72,6 +73,13 @@ def run_plan(
         states = {run.name: run for run in runs}
         _Training(plan, folder, states, reporter).run(environments)
         return _result(plan, folder, list(states.values()))
+
+
+def _check_data(plan: SweepPlan, runs: Sequence[PlannedRun], reporter: Reporter) -> None:
+    if runs:
+        from tandem.sweeping.data_check import check_data  # it imports torch and transformers
+
+        check_data(plan, runs, reporter)
 
 
 def _record(plan: SweepPlan, number: int, folder: Path) -> SweepRun:
@@ -135,7 +143,7 @@ class _Training:
             self._reporter.say(f"{task.name}: finished in {duration(outcome.seconds)} ({done})")
         else:
             error = outcome.error or "it ended without an exported model"
-            self._states[task.name] = replace(run, status="failed", error=error)
+            self._states[task.name] = replace(run, status="failed", error=error, exit_code=outcome.exit_code)
             self._reporter.warn(f"{task.name} failed: {error}\nIts log is {run.log}. The sweep continues.")
 
     def _num_finished(self) -> int:
