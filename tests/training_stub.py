@@ -1,6 +1,6 @@
 """Replaces the process that trains a run of a sweep: prints steps and writes a run's directory within a second.
 
-Its seed says what happens: 13 fails, 14 crashes, 99 trains until it is stopped.
+Its seed says what happens: 12 is refused, 13 fails, 14 crashes, 99 trains until it is stopped.
 """
 
 import json
@@ -30,6 +30,9 @@ def main() -> None:
     note["launcher"] = os.environ.get("TANDEM_LAUNCHER")
     with Path(os.environ["STUB_NOTES"]).open("a") as notes:
         notes.write(json.dumps(note) + "\n")
+    if seed == 12:
+        print("tandem: error: pairs.jsonl has no rows.\nAdd some.", file=sys.stderr)
+        sys.exit(3)
     for step in range(1, STEPS + 1):
         time.sleep(float(os.environ.get("STUB_SECONDS", "0")))
         print(f"step {step}/{STEPS}  loss 0.5", flush=True)

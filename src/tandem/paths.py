@@ -13,7 +13,7 @@ from tandem.errors import CheckpointError, ConfigError, DataError
 from tandem.model.files.source import check_path, refuse_missing, refuse_revision
 from tandem.storage.cache import is_checkpoint
 from tandem.training.run.directory import choose_run_dir, is_finished, refuse_links
-from tandem.training.run.other_folders import why_not_a_run
+from tandem.training.run.other_folders import run_around, why_not_a_run
 
 
 def check_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> None:
@@ -34,7 +34,7 @@ def check_resumed(run: Path) -> None:
     if is_checkpoint(run):
         raise CheckpointError(
             f"--resume {run}: a checkpoint, not a run. Give the run directory, and it resumes from its newest intact checkpoint: "
-            f"--resume {run.resolve().parent.parent}"
+            f"--resume {run_around(run) or run.resolve().parent.parent}"
         )
     refuse_links(run)
     if not run.exists() and not (run.parent / "config.yaml").is_file():

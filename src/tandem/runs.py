@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 from tandem.config.schema import Config
 from tandem.config.sections.datasets import DatasetFields
 from tandem.config.validation import flatten
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import ConfigError
 from tandem.run_numbers import Interval, accuracy_of, number_in, numbers_shown
 from tandem.storage.cache import is_checkpoint, is_export
 from tandem.storage.ownership import lock_holder, step_in
@@ -29,7 +29,7 @@ from tandem.terminal.commands import with_other_path
 from tandem.terminal.printable import escaped
 from tandem.training.checkpoint.ranking import Record, measured_on, records_in
 from tandem.training.run.directory import stored_config
-from tandem.training.run.other_folders import SWEEP_FILE, run_of_checkpoints, why_not_a_run
+from tandem.training.run.other_folders import SWEEP_FILE, run_around, run_of_checkpoints, why_not_a_run
 
 Status = Literal["finished", "running", "stopped"]
 T = TypeVar("T")
@@ -141,7 +141,7 @@ class Run:
 
 
 def open_run(path: str | Path) -> Run:
-    """Read a run. CheckpointError if the path is not a run's directory, ConfigError if it does not exist."""
+    """Read a run. ConfigError if the path does not exist, or is not a run's directory."""
     folder = Path(path)
     refuse_other_than_run(folder)
     reader = _Reader(folder)
@@ -177,6 +177,11 @@ def stored_pairs(folder: Path) -> Mapping[str, Any]:
     return _Reader(folder).mapping("pairs.json")
 
 
+def read_start_of(folder: Path, name: str, limit: int) -> bytes | None:
+    """Return at most the first `limit` bytes of a file in a folder; None if it is missing or refused."""
+    return _Reader(folder)._bytes(name, limit, cut=True)
+
+
 def list_runs(folder: str | Path, each: Callable[[list[Path]], Iterable[Path]] = iter) -> list[Run]:
     """Read every run in a folder, or the folder itself if it is a run, sorted by name. `each`: a progress bar over the paths."""
     place = Path(folder)
@@ -198,17 +203,21 @@ def list_sweeps(folder: str | Path) -> list[Path]:
 
 def refuse_other_than_run(folder: Path) -> None:
     """Refuse a path that is not a run's directory, with a message that says what it is."""
-    if is_checkpoint(folder):
-        raise CheckpointError(f"{folder}: a checkpoint, not a run. Name its run: {folder.resolve().parent.parent}")
     if not folder.exists():
         raise ConfigError(f"{folder}: there is no such directory. {_listing()} lists the runs in a folder.")
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: a file, not a run's directory.")
-    if not (folder / "config.yaml").is_file():
-        inside = (folder.resolve().parent / "config.yaml").is_file()
-        run = run_of_checkpoints(folder) or folder.resolve().parent
-        hint = f" {with_other_path(folder, run)}" if inside else ""
-        raise CheckpointError(f"{folder}: {why_not_a_run(folder)}.{hint}")
+    if what := other_than_run(folder):
+        run = run_around(folder)
+        hint = "" if run is None else f" {with_other_path(folder, run)}"
+        raise ConfigError(f"{folder}: {what}.{hint}")
+
+
+def other_than_run(path: Path) -> str | None:
+    """Return what an existing path is instead of a run's directory; None if it is one."""
+    if is_checkpoint(path):
+        return "a checkpoint, not a run"
+    if not path.is_dir():
+        return "a file, not a run's directory"
+    return None if (path / "config.yaml").is_file() else why_not_a_run(path)
 
 
 def _listing() -> str:

@@ -107,19 +107,19 @@ def test_a_sweep_killed_in_its_second_run_continues_with_the_same_results(whole,
 
 
 def test_a_run_that_fails_does_not_stop_the_others(whole, tmp_path):
-    """With two tokens per sequence, every pair is too long."""
-    given = [one for one in SETTINGS if "max_total" not in one]
-    arguments = ["policy.max_total_sequence_length=2,128", *given, "--out", str(tmp_path / "sweep")]
+    """With such a learning rate, the loss is not finite after the first step."""
+    lr = "policy.optimizer.kwargs.lr=1e30,1e-3"
+    arguments = [lr, *SETTINGS, "policy.scheduler=null", "--out", str(tmp_path / "sweep")]
     ended = subprocess.run(
         command("sweep", *arguments), env=environment(whole / "cache"), capture_output=True, text=True, timeout=600
     )
     assert ended.returncode == 1
-    assert "warning: max_total_sequence_length-2 failed: " in ended.stdout
+    assert "warning: lr-1e30 failed: " in ended.stdout
     assert ended.stderr == (
-        f"tandem: error: 1 of 2 runs failed: max_total_sequence_length-2. Their logs are in {tmp_path}/sweep/logs; the same "
-        "command retries them.\n"
+        f"tandem: error: 1 of 2 runs failed: lr-1e30. Their logs are in {tmp_path}/sweep/logs. The same "
+        "command would fail in the same way: fix what the messages report first.\n"
     )
-    assert is_export(tmp_path / "sweep/max_total_sequence_length-128/model")
+    assert is_export(tmp_path / "sweep/lr-0.001/model")
 
 
 def test_ctrl_c_saves_a_checkpoint(whole, tmp_path):

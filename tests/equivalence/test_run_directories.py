@@ -12,6 +12,7 @@ from tandem.errors import CheckpointError, ConfigError
 from tandem.report.reporter import Reporter
 from tandem.terminal.commands import tandem_command
 from tandem.training.checkpoint.checkpoints import checkpoints, step_of
+from tandem.training.run.directory import locked
 from tandem.training.trainer import train
 
 pytestmark = pytest.mark.usefixtures("of_a_command")
@@ -60,6 +61,27 @@ def test_a_new_run_does_not_resume_from_checkpoints_of_another_run(tmp_path):
             f"checkpointing.checkpoint_dir = {tmp_path}/elsewhere: it contains checkpoints of another run, and {tmp_path}/{name} "
             "is a new one. Choose another checkpointing.checkpoint_dir, or leave it out."
         )
+
+
+def test_a_refused_run_leaves_no_folder_behind(here):
+    (here / "taken").touch()
+    (here / "mine").mkdir()
+    elsewhere = "checkpointing.checkpoint_dir=taken/checkpoints"
+    for run_dir in ("runs/a", "mine"):
+        with pytest.raises(ConfigError) as caught:
+            run(f"run.dir={run_dir}", elsewhere)
+        assert str(caught.value) == (
+            "checkpointing.checkpoint_dir = taken/checkpoints: cannot be written (Not a directory). Choose another "
+            "checkpointing.checkpoint_dir."
+        )
+    assert sorted(path.name for path in here.iterdir()) == ["mine", "taken"]  # a folder of the user's is kept
+
+
+def test_a_folder_is_kept_once_something_is_written_to_it(here):
+    with pytest.raises(KeyboardInterrupt), locked(here / "runs/a"):
+        (here / "runs/a/config.yaml").touch()
+        raise KeyboardInterrupt
+    assert sorted(path.name for path in (here / "runs/a").iterdir()) == ["config.yaml", "lock"]
 
 
 def test_a_run_resumes_from_its_checkpoints_in_another_directory(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from run_directories import make_run, record
 
 from tandem.config.load import load_config
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import ConfigError
 from tandem.run_numbers import wilson
 from tandem.runs import list_runs, list_sweeps, open_run
 from tandem.terminal.arguments import command_words
@@ -125,20 +125,20 @@ def test_numbers_that_are_not_finite_are_not_results(tmp_path):
 )
 def test_what_is_not_a_run_is_refused(tmp_path, make, message):
     make(tmp_path / "it")
-    with pytest.raises(CheckpointError if (tmp_path / "it").exists() else ConfigError) as error:
+    with pytest.raises(ConfigError) as error:  # exit code 2, as of `tandem eval` and `tandem generate`
         open_run(tmp_path / "it")
     assert str(error.value) == message.format(tmp_path / "it")
 
 
 def test_a_folder_inside_a_run_is_refused_with_a_hint(tmp_path):
     folder = make_run(tmp_path / "run")
-    with pytest.raises(CheckpointError, match=r"it is not a run\. Did you mean .*/run\?"):
+    with pytest.raises(ConfigError, match=r"it is not a run\. Did you mean .*/run\?"):
         open_run(folder / "model")
 
 
 def test_a_folder_of_runs_is_not_taken_for_a_run(tmp_path):
     make_run(tmp_path / "runs/a-1")
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(ConfigError) as error:
         open_run(tmp_path / "runs")
     assert str(error.value) == f"{tmp_path}/runs: it holds runs: name one of its runs, such as {tmp_path}/runs/a-1."
 
@@ -152,10 +152,10 @@ def test_a_folder_of_checkpoints_names_its_run_and_the_command_with_it(tmp_path,
     begin = f"{folder}: it holds the checkpoints of {tmp_path}/run."
     monkeypatch.setattr("sys.argv", ["tandem", "report", "--json", f"{folder}/"])
     for call in (open_run, list_runs):
-        with pytest.raises(CheckpointError) as error:
+        with pytest.raises(ConfigError) as error:
             call(folder)
         assert str(error.value) == f"{begin} Did you mean {tmp_path}/run?"
-        with command_words(), pytest.raises(CheckpointError) as error:
+        with command_words(), pytest.raises(ConfigError) as error:
             call(folder)
         command = tandem_command("report", "--json", f"{tmp_path}/run")
         assert str(error.value) == f"{begin} The command is then: {command}"
@@ -163,6 +163,26 @@ def test_a_folder_of_checkpoints_names_its_run_and_the_command_with_it(tmp_path,
     assert why_not_a_run(Path("checkpoints")) == f"it holds the checkpoints of {tmp_path}/run"
     (tmp_path / "run/config.yaml").unlink()
     assert why_not_a_run(folder) == f"it holds checkpoints, such as {folder}/best"
+
+
+@pytest.mark.usefixtures("of_a_command")
+def test_the_command_with_the_run_around_a_folder_has_the_path_as_it_was_given(tmp_path, monkeypatch):
+    step = make_run(tmp_path / "runs/a") / "checkpoints/step_10"
+    for name in ("state.json", "config.yaml"):
+        (step / name).touch()
+    (step / "tensors").mkdir()
+    (tmp_path / "link").symlink_to(step.parents[1] / "model")
+    monkeypatch.chdir(tmp_path)
+    for inside, right, what in (
+        ("runs/a/model", "runs/a", "it has no config.yaml, so it is not a run"),
+        ("runs/a/checkpoints/step_10", "runs/a", "a checkpoint, not a run"),
+        ("runs/a/checkpoints/../model", f"{tmp_path}/runs/a", "it has no config.yaml, so it is not a run"),
+        ("link", f"{tmp_path}/runs/a", "it has no config.yaml, so it is not a run"),
+    ):
+        monkeypatch.setattr("sys.argv", ["tandem", "report", inside])
+        with pytest.raises(ConfigError) as error:
+            open_run(inside)
+        assert str(error.value) == f"{inside}: {what}. The command is then: {tandem_command('report', right)}"
 
 
 def test_calls_from_python_name_functions_and_not_commands(tmp_path):
@@ -191,7 +211,7 @@ def test_a_sweep_is_listed_and_not_taken_for_a_run(tmp_path):
     make_run(tmp_path / "sweep-1/beta-0.1")
     (tmp_path / "sweep-1/sweep.json").write_text("{}")
     assert list_sweeps(tmp_path) == [tmp_path / "sweep-1"]
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(ConfigError) as refused:
         open_run(tmp_path / "sweep-1")
     assert str(refused.value) == (
         f"{tmp_path}/sweep-1: it is a sweep: name one of its runs, such as {tmp_path}/sweep-1/beta-0.1."

@@ -84,9 +84,10 @@ def list_runs(folder: str | Path = "runs") -> list[Run]:
 def write_report(runs: RunPath | Sequence[RunPath], out: str | Path | None = None) -> Report:
     """Write the page of a run, or of several runs compared: `write_report(["runs/a-1", "runs/a-2"]).page` is its path.
 
-    runs: directories of runs or of sweeps. A single one need not be in a list.
-    out: the file to write; None: RUN/report.html for one run, comparison.html in the working directory for several. A file that
-    is not a page of tandem is never replaced.
+    runs: directories of runs or of sweeps. A single one need not be in a list. Of several, those that are no runs are left out,
+    and each run is shown once; `left_out` of the report says which.
+    out: the file to write; None: RUN/report.html for one run, SWEEP/comparison.html for a sweep, comparison.html in the working
+    directory for several runs. A file that is not a page of tandem is never replaced.
     """
     several = [runs] if isinstance(runs, str | Path | TrainResult) else runs
     return write([_path(run) for run in several], out)

@@ -16,7 +16,7 @@ def report(
         typer.Option(
             metavar="FILE",
             callback=expand_home_callback,
-            help="Write the page to FILE. Default: RUN/report.html, or comparison.html for several runs.",
+            help="Write the page to FILE. Default: RUN/report.html, SWEEP/comparison.html, or comparison.html for several runs.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Also print the runs as JSON.")] = False,
@@ -39,9 +39,12 @@ def report(
             "has_replaced": written.has_replaced,
             "runs": [run_as_json(run) for run in written.runs],
             "best": best,
+            "left_out": list(written.left_out),
         }
         print(json.dumps(content, ensure_ascii=False, indent=1))
     elif not quiet:
+        for text in written.left_out:
+            print(text)
         replaced = " and replaces the earlier page" if written.has_replaced else ""
         print(f"{written.page} is written{replaced}: open it in a browser.")
         if len(written.runs) > 1 and written.best is None:

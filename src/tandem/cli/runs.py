@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,6 +25,7 @@ def show_runs(
     from tandem.page.listing import as_json as run_as_json
     from tandem.report.reporter import Reporter
     from tandem.runs import list_runs, list_sweeps
+    from tandem.sweeping.missing import missing_runs
 
     reporter = Reporter("quiet" if as_json or quiet else "normal")
     runs = list_runs(folder, with_bar("Reading runs", reporter))
@@ -32,8 +34,9 @@ def show_runs(
         return
     table = Reporter("normal")
     sweeps = [f"Sweep: `tandem runs {shlex.quote(str(sweep))}` lists its runs." for sweep in list_sweeps(folder)]
+    missing = missing_runs(Path(folder))
     if not runs:
-        table.say("\n".join(sweeps) or f"{folder}: no runs. `tandem train` starts one.")
+        table.say("\n".join([*missing, *sweeps]) or f"{folder}: no runs. `tandem train` starts one.")
         return
     table.table(COLUMNS, [list_row(run) for run in runs])
     reporter.say(LEGEND)
@@ -46,5 +49,9 @@ def show_runs(
         reporter.say(f"{name}{line}", hang=4)
     if is_cut:
         reporter.say("--json lists every changed setting.")
+    if missing:
+        reporter.say("\nRuns of this sweep without results")
+    for text in missing:
+        reporter.say(f"  {text}", hang=4)
     if sweeps:
         reporter.say("\n" + "\n".join(sweeps))

@@ -1,12 +1,18 @@
 """`tandem sweep`: trains one run for every combination of values, and compares the runs."""
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tandem.cli.app import AllowCode, AllowEnv, ConfigFile, FromFormat, app, expand_home_callback, is_distributed
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import CheckpointError, ConfigError, DataError, NonFiniteError, TandemError
+
+if TYPE_CHECKING:
+    from tandem.sweeping.records import SweepResult
+
+# Of errors that the same settings and data cause again.
+REPEATING_EXIT_CODES = tuple(error.exit_code for error in (ConfigError, DataError, CheckpointError, NonFiniteError))
 
 
 @app.command("sweep")
@@ -60,8 +66,17 @@ def run_sweep(
         print(json.dumps(result.as_dict(), ensure_ascii=False, indent=1))
     else:
         (show_plan if dry_run else show_result)(result, Reporter("normal"))
-    if failed := [run.name for run in result.failed]:
-        raise TandemError(
-            f"{len(failed)} of {len(result.runs)} runs failed: {', '.join(failed)}. Their logs are in {result.folder}/logs; "
-            "the same command retries them."
-        )
+    if result.failed:
+        raise TandemError(_describe_failures(result))
+
+
+def _describe_failures(result: "SweepResult") -> str:
+    """Return which runs failed, and for which of them the same command can help."""
+    failed = [run.name for run in result.failed]
+    again = [run.name for run in result.failed if run.exit_code in REPEATING_EXIT_CODES]
+    text = f"{len(failed)} of {len(result.runs)} runs failed: {', '.join(failed)}. Their logs are in {result.folder}/logs. "
+    if not again:
+        return f"{text}The same command retries them."
+    if again == failed:
+        return f"{text}The same command would fail in the same way: fix what the messages report first."
+    return f"{text}The same command retries them, but for {', '.join(again)}, fix what the message reports first."

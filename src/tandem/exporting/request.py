@@ -122,9 +122,7 @@ def _config_file(given: Path) -> Path:
             f"{given}: there is no such directory. Give the directory of a run, or one of its checkpoints."
         )
     if not given.is_dir():
-        raise CheckpointError(
-            f"{given}: a file, not a directory. Give the directory of a run, or one of its checkpoints."
-        )
+        raise ConfigError(f"{given}: a file, not a directory. Give the directory of a run, or one of its checkpoints.")
     if is_checkpoint(given):
         run = _run_of(real_path(given))
         return (run or given) / "config.yaml"
@@ -132,7 +130,7 @@ def _config_file(given: Path) -> Path:
     if (given / "config.yaml").is_file():
         return given / "config.yaml"
     what = "it holds a model, not a run" if is_export(given) else why_not_a_run(given)
-    raise CheckpointError(f"{given}: {what}. Give the directory of a run, or one of its checkpoints.")
+    raise ConfigError(f"{given}: {what}. Give the directory of a run, or one of its checkpoints.")
 
 
 def _run_of(place: Path) -> Path | None:

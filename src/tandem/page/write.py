@@ -5,18 +5,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.errors import CheckpointError, ConfigError, full_disk
+from tandem.errors import ConfigError, full_disk
 from tandem.page.comparison import Best, best_of, comparison
 from tandem.page.curves import run_charts
 from tandem.page.data_sections import answers, data, length_charts, pack_chart, packing, pair_charts, pairs
 from tandem.page.document import GENERATOR, document, footer, header
 from tandem.page.html import joined, tag
 from tandem.page.sections import curves, headline, settings, summary, verdicts_of
-from tandem.runs import Run, open_run
+from tandem.runs import Run, open_run, other_than_run, refuse_other_than_run
 from tandem.storage.cache import replacing
 from tandem.terminal.arguments import option
 from tandem.terminal.printable import escaped, listed
-from tandem.training.run.other_folders import SWEEP_FILE
+from tandem.training.run.other_folders import SWEEP_FILE, SWEEP_LOGS
 
 SECTIONS = {
     "summary": "Summary",
@@ -28,6 +28,7 @@ SECTIONS = {
     "settings": "Settings",
 }
 MAX_RUNS = 200
+COMPARISON = "comparison.html"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,9 @@ class Report:
     runs: tuple[Run, ...]
     best: Best | None  # of several runs, the one with the highest accuracy on the same pairs
     has_replaced: bool  # whether an earlier page was at this path
+    left_out: tuple[
+        str, ...
+    ] = ()  # of several paths, those without a run or with the same run as another, in sentences
 
     def __repr__(self) -> str:
         """Where the page is, and its runs. A notebook prints this."""
@@ -49,19 +53,17 @@ class Report:
 def write_report(
     runs: Sequence[str | Path], out: str | Path | None = None, each: Callable[[list[Path]], Iterable[Path]] = iter
 ) -> Report:
-    """Read runs and write their page: RUN/report.html for one, comparison.html in the working directory for several.
+    """Read runs and write their page: RUN/report.html for one, SWEEP/comparison.html for a sweep, comparison.html for several.
 
-    runs: directories of runs or of sweeps.
+    runs: directories of runs or of sweeps. Of several, those that are no runs are left out, and each run is shown once.
     out: another file. A file that is not a page of tandem is never replaced. each: goes through the runs, for a progress bar.
     """
-    paths = [path for run in runs for path in _runs_in(Path(run))]
-    if runs and not paths:
-        raise CheckpointError(f"{runs[0]}: no run of this sweep has started. `tandem sweep` trains them.")
+    given = [Path(run) for run in runs]
+    paths, left_out = _find_runs(given)
     if not 0 < len(paths) <= MAX_RUNS:
         raise ConfigError(f"{len(paths)} runs: a page shows 1 to {MAX_RUNS}. Name fewer runs.")
     found = tuple(open_run(path) for path in each(paths))
-    default = found[0].path / "report.html" if len(found) == 1 else Path("comparison.html")
-    page = default if out is None else Path(out)
+    page = _default_page(given, paths) if out is None else Path(out)
     check_page(page)
     has_replaced = page.exists()
     try:
@@ -73,20 +75,57 @@ def write_report(
             f"{page}: cannot be written ({error.strerror}). Choose another file with {option('out', metavar='FILE')}."
         ) from None
     best = best_of(found) if len(found) > 1 else None
-    return Report(page=page, runs=found, best=best, has_replaced=has_replaced)
+    return Report(page=page, runs=found, best=best, has_replaced=has_replaced, left_out=tuple(left_out))
+
+
+def _default_page(given: Sequence[Path], runs: Sequence[Path]) -> Path:
+    if len(given) == 1 and _is_sweep(given[0]):
+        return given[0] / COMPARISON
+    return runs[0] / "report.html" if len(runs) == 1 else Path(COMPARISON)
+
+
+def _find_runs(given: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """Return the runs that paths name, each once, and a sentence for each path that is left out.
+
+    Raise ConfigError for a path that does not exist, and if no path names a run. The own files of a sweep, which SWEEP/* lists,
+    are left out without a sentence.
+    """
+    runs: dict[Path, Path] = {}  # by their place on disk
+    left_out: list[str] = []
+    for path in given:
+        inside = _runs_in(path)
+        if not path.exists() or (len(given) == 1 and not _is_sweep(path)):
+            refuse_other_than_run(path)
+        if not inside and not _is_sweep(path.parent):
+            left_out.append(f"{path} is left out: {_no_run_of(path) if _is_sweep(path) else other_than_run(path)}.")
+        for run in inside:
+            same = runs.setdefault(run.resolve(), run)
+            if same is not run:
+                which = "named twice" if same == run else f"the same run as {same}"
+                left_out.append(f"{run} is {which}, and shown once.")
+    if given and not runs:
+        sweeps = (one for path in given for one in (path, path.parent) if _is_sweep(one))
+        if (sweep := next((one for one in sweeps if not _runs_in(one)), None)) is not None:
+            raise ConfigError(f"{sweep}: {_no_run_of(sweep)}.")
+        refuse_other_than_run(given[0])
+    return list(runs.values()), left_out
+
+
+def _no_run_of(sweep: Path) -> str:
+    """Return why a sweep has no run to show, without the period at the end."""
+    logs = sweep / SWEEP_LOGS
+    return f"none of its runs has written results{f'; {logs} has what they printed' if logs.is_dir() else ''}"
 
 
 def _runs_in(path: Path) -> list[Path]:
-    """Return the runs that a path names: itself, or those of a sweep. A sweep's own files, which SWEEP/* lists, name none."""
-    if _is_run(path):
-        return [path]
-    if (path / SWEEP_FILE).is_file():
-        return sorted(one for one in path.iterdir() if _is_run(one))
-    return [] if (path.parent / SWEEP_FILE).is_file() and path.exists() else [path]
+    """Return the runs that a path names: itself, or those of a sweep."""
+    if _is_sweep(path):
+        return sorted(one for one in path.iterdir() if other_than_run(one) is None)
+    return [path] if other_than_run(path) is None else []
 
 
-def _is_run(path: Path) -> bool:
-    return (path / "config.yaml").is_file()
+def _is_sweep(path: Path) -> bool:
+    return (path / SWEEP_FILE).is_file()
 
 
 def check_page(page: Path) -> None:

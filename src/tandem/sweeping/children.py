@@ -22,7 +22,6 @@ COMMAND = (sys.executable, "-P", "-m", "tandem.launch.child")
 POLL_SECONDS = 0.1
 # Of a run that was asked to stop; negative before it handles signals.
 STOPPED_EXIT_CODES = (*SIGNALS.values(), *(-one for one in SIGNALS))
-LOGS = "logs"  # folder of the sweep; a log has everything that its run printed
 STEP = re.compile(rb"^step (\d+)/(\d+) ", re.MULTILINE)
 ERROR = "tandem: error: "
 MAX_ERROR_BYTES = 64 * 1024  # read from the end of a log
@@ -166,14 +165,19 @@ def _send(child: _Child, number: int) -> None:
         child.process.send_signal(number)
 
 
+def message_in(lines: Sequence[str]) -> str | None:
+    """Return the last error message of `tandem` in these lines; None if there is none."""
+    errors = [place for place, line in enumerate(lines) if line.startswith(ERROR)]
+    return "\n".join(lines[errors[-1] :]).removeprefix(ERROR).strip() if errors else None
+
+
 def _error_in(log: Path, begin: int, exit_code: int) -> str:
     """Return the message of a failed run: what it printed as an error, else the last line of its log from `begin` on."""
     how = f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
     with log.open("rb") as file:
         file.seek(max(begin, os.fstat(file.fileno()).st_size - MAX_ERROR_BYTES))
         lines = file.read().decode("utf-8", "replace").splitlines()
-    errors = [place for place, line in enumerate(lines) if line.startswith(ERROR)]
-    if errors:
-        return "\n".join(lines[errors[-1] :]).removeprefix(ERROR).strip()
+    if message := message_in(lines):
+        return message
     said = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return f"{how}; the last line of its log: {said}" if said else f"{how}, without a message"

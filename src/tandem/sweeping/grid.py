@@ -34,6 +34,11 @@ class Combination:
     values: tuple[str, ...]  # overrides of the swept keys: dpo.sft_loss_weight=0.1
     overrides: tuple[str, ...]  # all overrides, in the order of the arguments
 
+    @property
+    def described(self) -> str:
+        """The values, for a message."""
+        return " ".join(self.values)
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:

@@ -108,13 +108,13 @@ def _checked_runs(grid: Grid, config: str | None, reading: Reading, done: Callab
     runs: list[PlannedRun] = []
     by_settings: dict[str, str] = {}
     for name, one in zip(grid.names(), grid.combinations(), strict=True):
-        described = " ".join(one.values)
+        described = one.described
         try:
             loaded = _load_checked(one, config, reading)
         except TandemError as error:
             if not runs and _is_of_every_run(error, grid, config, reading):
                 raise
-            raise type(error)(f"run {len(runs) + 1} of {grid.num_runs}, {described}: {error}") from None
+            raise of_run(error, len(runs) + 1, grid.num_runs, one) from None
         settings = _fingerprint(loaded)
         if same := by_settings.get(settings):
             raise ConfigError(f"{same} and {described} are the same configuration. Leave out one of them.")
@@ -122,6 +122,11 @@ def _checked_runs(grid: Grid, config: str | None, reading: Reading, done: Callab
         runs.append(PlannedRun(name=name, combination=one, loaded=loaded, settings=settings))
         done()
     return runs
+
+
+def of_run(error: TandemError, number: int, num_runs: int, combination: Combination) -> TandemError:
+    """Return the same error with the run that it belongs to at the start of its message."""
+    return type(error)(f"run {number} of {num_runs}, {combination.described}: {error}")
 
 
 def _is_of_every_run(error: TandemError, grid: Grid, config: str | None, reading: Reading) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tandem.config.tracked import tracked_metric
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import ConfigError
 from tandem.page.sections import final_record
 from tandem.run_numbers import Interval, accuracy_of
 from tandem.runs import Run, open_run
@@ -37,6 +37,7 @@ class SweepRun:
     values: tuple[str, ...]  # overrides of the swept keys: dpo.sft_loss_weight=0.1
     status: Status = "planned"
     error: str | None = None  # of a run that failed
+    exit_code: int | None = None  # of the process of a run that failed
     log: Path
     accuracy: Interval | None = None  # of the exported model, or of the last validation
     tracked: Tracked | None = None
@@ -84,7 +85,7 @@ def read_runs(runs: Sequence[SweepRun]) -> dict[str, Run]:
     """Read the directories of runs, by name. Runs that have written nothing are left out."""
     found = {}
     for run in runs:
-        with suppress(CheckpointError, ConfigError):
+        with suppress(ConfigError):
             found[run.name] = open_run(run.path)
     return found
 

@@ -7,21 +7,19 @@ from pathlib import Path
 from tandem.errors import StoppedError
 from tandem.page.comparison import best_of
 from tandem.page.html import duration
-from tandem.page.write import write_report
+from tandem.page.write import COMPARISON, write_report
 from tandem.report.reporter import Reporter
 from tandem.runs import Run
 from tandem.storage.ownership import remove_abandoned
-from tandem.sweeping.children import LOGS, Ended, Task, train_all
+from tandem.sweeping.children import Ended, Task, train_all
 from tandem.sweeping.parallel import choose_environments, refuse_parallel, uses_several_gpus
-from tandem.sweeping.plan import Reading, SweepPlan, choose_folder, make_plan, write_plan
+from tandem.sweeping.plan import PlannedRun, Reading, SweepPlan, choose_folder, make_plan, write_plan
 from tandem.sweeping.records import SweepResult, SweepRun, measured, read_runs
 from tandem.terminal.arguments import in_command, option, same_call
 from tandem.terminal.printable import counted
 from tandem.training.run.directory import is_finished, locked
-from tandem.training.run.other_folders import SWEEP_FILE
+from tandem.training.run.other_folders import SWEEP_FILE, SWEEP_LOGS
 from tandem.training.run.stopping import Stopping, stopped_by_signals
-
-PAGE = "comparison.html"
 
 
 def sweep(
@@ -63,17 +61,25 @@ def run_plan(
     unfinished = [one for one, run in zip(plan.runs, runs, strict=True) if run.status != "finished"]
     configs = [one.loaded.config for one in unfinished]
     refuse_parallel(configs, parallel)
+    _check_data(plan, unfinished, reporter)
     if dry_run:
         if parallel is not None:
             reporter.say(f"{option('parallel', parallel)} has no effect on a dry run, which trains nothing.")
         return SweepResult(folder=folder, swept=plan.swept, runs=tuple(runs))
     environments = choose_environments(configs, 1 if any(map(uses_several_gpus, configs)) else parallel)
     with locked(folder, "out"):
-        remove_abandoned(folder, SWEEP_FILE.replace(".", r"\."), PAGE.replace(".", r"\."), is_held=True)
+        remove_abandoned(folder, SWEEP_FILE.replace(".", r"\."), COMPARISON.replace(".", r"\."), is_held=True)
         write_plan(plan, folder)
         states = {run.name: run for run in runs}
         _Training(plan, folder, states, reporter).run(environments)
         return _result(plan, folder, list(states.values()))
+
+
+def _check_data(plan: SweepPlan, runs: Sequence[PlannedRun], reporter: Reporter) -> None:
+    if runs:
+        from tandem.sweeping.data_check import check_data  # it imports torch and transformers
+
+        check_data(plan, runs, reporter)
 
 
 def _record(plan: SweepPlan, number: int, folder: Path) -> SweepRun:
@@ -84,7 +90,7 @@ def _record(plan: SweepPlan, number: int, folder: Path) -> SweepRun:
         path=path,
         values=planned.combination.values,
         status="finished" if is_finished(path) else "planned",
-        log=folder / LOGS / f"{planned.name}.log",
+        log=folder / SWEEP_LOGS / f"{planned.name}.log",
     )
 
 
@@ -137,7 +143,7 @@ class _Training:
             self._reporter.say(f"{task.name}: finished in {duration(outcome.seconds)} ({done})")
         else:
             error = outcome.error or "it ended without an exported model"
-            self._states[task.name] = replace(run, status="failed", error=error)
+            self._states[task.name] = replace(run, status="failed", error=error, exit_code=outcome.exit_code)
             self._reporter.warn(f"{task.name} failed: {error}\nIts log is {run.log}. The sweep continues.")
 
     def _num_finished(self) -> int:
@@ -168,7 +174,7 @@ def _result(plan: SweepPlan, folder: Path, runs: Sequence[SweepRun]) -> SweepRes
     records = tuple(measured(run, read.get(run.name)) for run in runs)
     finished: list[Run] = [read[run.name] for run in runs if run.status == "finished" and run.name in read]
     best = best_of(finished)
-    page = None if not read else write_report([run.path for run in read.values()], folder / PAGE).page
+    page = None if not read else write_report([run.path for run in read.values()], folder / COMPARISON).page
     return SweepResult(
         folder=folder,
         swept=plan.swept,

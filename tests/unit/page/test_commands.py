@@ -91,6 +91,71 @@ def test_what_is_not_a_run_is_refused(tmp_path):
     assert (done.returncode, (tmp_path / "notes.html").read_text()) == (2, "mine")
 
 
+def test_several_paths_without_a_run_are_left_out(tmp_path):
+    runs = [make_run(tmp_path / "runs" / name) for name in ("a", "b")]
+    (tmp_path / "runs/refused").mkdir()
+    (tmp_path / "runs/refused/lock").touch()
+    (tmp_path / "runs/notes.txt").touch()
+    (tmp_path / "runs/swept").mkdir()
+    (tmp_path / "runs/swept/sweep.json").touch()
+    paths = sorted((tmp_path / "runs").iterdir())
+    done = tandem("report", *(path.relative_to(tmp_path) for path in paths), cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[:4] == [
+        "runs/notes.txt is left out: a file, not a run's directory.",
+        "runs/refused is left out: it has no config.yaml, so it is not a run.",
+        "runs/swept is left out: none of its runs has written results.",
+        "comparison.html is written: open it in a browser.",
+    ]
+    found = json.loads(tandem("report", *paths, "--json", cwd=tmp_path).stdout)
+    assert ([run["path"] for run in found["runs"]], len(found["left_out"])) == (list(map(str, runs)), 3)
+    for alone in (["runs/refused"], ["runs/refused", "runs/notes.txt"]):
+        done = tandem("report", *alone, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (
+            2,
+            "tandem: error: runs/refused: it has no config.yaml, so it is not a run.\n",
+        )
+    done = tandem("report", "runs/a", "runs/none", cwd=tmp_path)
+    assert (done.returncode, done.stderr.startswith("tandem: error: runs/none: there is no such directory.")) == (
+        2,
+        True,
+    )
+
+
+def test_a_run_that_is_named_twice_is_shown_once(tmp_path):
+    run = make_run(tmp_path / "runs/a")
+    done = tandem("report", "runs/a", "runs/a/", run, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (
+        0,
+        "runs/a is named twice, and shown once.\n"
+        f"{run} is the same run as runs/a, and shown once.\n"
+        "runs/a/report.html is written: open it in a browser.\n",
+    )
+
+
+def test_the_comparison_of_a_sweep_is_in_its_folder(tmp_path):
+    for name in ("a", "b"):
+        make_run(tmp_path / "runs/swept" / name)
+    (tmp_path / "runs/swept/sweep.json").touch()
+    done = tandem("report", "runs/swept", cwd=tmp_path)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (
+        0,
+        "runs/swept/comparison.html is written: open it in a browser.",
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_a_sweep_whose_runs_wrote_nothing_names_their_logs(tmp_path):
+    (tmp_path / "swept/logs").mkdir(parents=True)
+    (tmp_path / "swept/sweep.json").touch()
+    for given in (["swept"], ["swept/logs", "swept/sweep.json"]):
+        done = tandem("report", *given, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (
+            2,
+            "tandem: error: swept: none of its runs has written results; swept/logs has what they printed.\n",
+        )
+
+
 def test_a_full_disk_has_its_own_exit_code(tmp_path, monkeypatch, capsys):
     def full(_):
         raise OSError(28, "No space left on device")

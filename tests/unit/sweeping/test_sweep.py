@@ -40,6 +40,7 @@ def stubbed(tmp_path, monkeypatch):
     monkeypatch.setattr(children, "COMMAND", (sys.executable, str(STUB)))
     monkeypatch.setattr(children, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(parallel, "visible_gpus", lambda: None)  # a CPU, without importing torch
+    monkeypatch.setattr("tandem.sweeping.sweep._check_data", lambda *_: None)  # see test_data_check.py
     monkeypatch.setenv("STUB_NOTES", str(tmp_path / "notes.jsonl"))
     monkeypatch.chdir(tmp_path)
 
@@ -235,16 +236,63 @@ def test_a_run_that_fails_or_crashes_is_reported_and_the_others_are_trained(tmp_
     assert "  seed-13    failed" in out
     assert NO_MATCH in out
     assert err == (
-        "tandem: error: 2 of 3 runs failed: seed-13, seed-14. Their logs are in s/logs; the same command retries them.\n"
+        "tandem: error: 2 of 3 runs failed: seed-13, seed-14. Their logs are in s/logs. The same command retries them, but for "
+        "seed-13, fix what the message reports first.\n"
     )
     assert is_export(tmp_path / "s/seed-3/model")
     command(monkeypatch, capsys, "run.seed=13,14,3", "--out", "s")
     assert started(tmp_path) == ["seed-13", "seed-14", "seed-3", "seed-13", "seed-14"]
 
 
+def test_a_run_that_would_fail_again_is_not_said_to_be_retried(monkeypatch, capsys):
+    code, _, err = command(monkeypatch, capsys, "run.seed=12,3", "--out", "s")
+    assert (code, err) == (
+        1,
+        "tandem: error: 1 of 2 runs failed: seed-12. Their logs are in s/logs. The same command would fail in the same way: fix "
+        "what the messages report first.\n",
+    )
+    _, _, err = command(monkeypatch, capsys, "run.seed=14,3", "--out", "t")
+    assert err.endswith("1 of 2 runs failed: seed-14. Their logs are in t/logs. The same command retries them.\n")
+
+
 def test_without_any_result_there_is_no_page(tmp_path):
-    result = sweep(["run.seed=13,14"], out=tmp_path / "s")
-    assert (result.page, result.best, [run.status for run in result.runs]) == (None, None, ["failed", "failed"])
+    result = sweep(["run.seed=12,13,14"], out=tmp_path / "s")
+    assert (result.page, result.best, [run.status for run in result.runs]) == (None, None, ["failed"] * 3)
+    assert [run.exit_code for run in result.runs] == [3, 5, -signal.SIGKILL]
+
+
+def listed(monkeypatch, capsys, folder: str) -> list[str]:
+    monkeypatch.setattr(sys, "argv", ["tandem", "runs", folder])
+    with pytest.raises(SystemExit):
+        cli.main()
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_list_of_runs_says_what_happened_to_those_that_wrote_nothing(tmp_path, monkeypatch, capsys):
+    failed = [
+        "seed-12: failed: pairs.jsonl has no rows. Its log is s/logs/seed-12.log.",
+        "seed-13: failed: step 2: the loss is not finite. Its log is s/logs/seed-13.log.",
+        "seed-14: ended without results. Its log is s/logs/seed-14.log.",
+    ]
+    sweep(["run.seed=12,13,14"], out="s")
+    capsys.readouterr()
+    assert listed(monkeypatch, capsys, "s") == failed
+    (tmp_path / "s/logs/seed-14.log").unlink()
+    assert listed(monkeypatch, capsys, "s")[2] == "seed-14: not started."
+    (tmp_path / "s/logs/seed-13.log").unlink()
+    (tmp_path / "s/logs/seed-13.log").symlink_to(tmp_path / "s/logs/seed-12.log")
+    assert listed(monkeypatch, capsys, "s")[1] == "seed-13: not started."
+    with locked(tmp_path / "s"):
+        (tmp_path / "s/logs/seed-14.log").touch()
+        assert listed(monkeypatch, capsys, "s")[2] == "seed-14: no results yet. Its log is s/logs/seed-14.log."
+    sweep(["run.seed=12,3"], out="t")
+    capsys.readouterr()
+    lines = listed(monkeypatch, capsys, "t")
+    assert lines[1].startswith("seed-3  finished")
+    assert lines[-2:] == [
+        "Runs of this sweep without results",
+        "  seed-12: failed: pairs.jsonl has no rows. Its log is t/logs/seed-12.log.",
+    ]
 
 
 # Signals
@@ -301,9 +349,10 @@ def test_a_signal_stops_the_run_and_the_command_that_continues_is_printed(
 CODE = """
 import sys
 from tandem.cli.main import main
-from tandem.sweeping import children, parallel
+from tandem.sweeping import children, parallel, sweep
 children.COMMAND, children.POLL_SECONDS = (sys.executable, {stub!r}), 0.01
 parallel.visible_gpus = lambda: None
+sweep._check_data = lambda *_: None
 main()
 """
 
@@ -507,9 +556,9 @@ def test_report_reads_the_runs_of_a_sweep(tmp_path):
     for given in (["s"], [str(path) for path in sorted(Path("s").iterdir())]):
         written = write_report(given, tmp_path / "page.html")
         assert [run.name for run in written.runs] == ["seed-1", "seed-2"]
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(ConfigError) as refused:
         write_report(["s/sweep.json", "s/logs"])
-    assert str(refused.value) == "s/sweep.json: no run of this sweep has started. `tandem sweep` trains them."
+    assert str(refused.value) == "s/sweep.json: a file, not a run's directory."
     with pytest.raises(ConfigError):
         write_report(["s/seed-9"])
 

@@ -5,7 +5,7 @@ import glob
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -325,9 +325,11 @@ def may_be_extended(run: Path, loaded: LoadedConfig) -> bool:
 def locked(run: Path, key: str = "run.dir") -> Iterator[None]:
     """A context in which the directory is locked for this process. Raise CheckpointError if another process has locked it.
 
-    A process that dies releases its lock. `key`: the setting that names the directory.
+    A process that dies releases its lock. `key`: the setting that names the directory. If an error ends the context before
+    anything is written, a new directory is removed.
     """
     name = option(key) if key.isidentifier() else key
+    new = [folder for folder in (run, *run.parents) if not folder.exists()]
     try:
         run.mkdir(parents=True, exist_ok=True)
         file = open_own(run / "lock", "a+")
@@ -353,7 +355,20 @@ def locked(run: Path, key: str = "run.dir") -> Iterator[None]:
             lock.truncate(0)
             lock.write(str(os.getpid()))
             lock.flush()
-        yield
+        try:
+            yield
+        except BaseException:
+            _remove_unused(run, new)
+            raise
+
+
+def _remove_unused(run: Path, new: list[Path]) -> None:
+    """Remove new folders, the innermost first, if `run` is one of them and holds nothing but its lock."""
+    with suppress(OSError):
+        if run in new and [path.name for path in run.iterdir()] == ["lock"]:
+            (run / "lock").unlink()
+            for folder in new:
+                folder.rmdir()
 
 
 def _read_lock(lock: IO[str]) -> str:

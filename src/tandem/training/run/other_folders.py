@@ -5,7 +5,8 @@ from pathlib import Path
 from tandem.storage.cache import is_checkpoint
 from tandem.terminal.commands import with_other_path
 
-SWEEP_FILE = "sweep.json"  # in the directory of a sweep, whose folders are runs
+# In the directory of a sweep, whose other folders are runs.
+SWEEP_FILE, SWEEP_LOGS = "sweep.json", "logs"
 
 
 def why_not_a_run(folder: Path) -> str:
@@ -39,6 +40,15 @@ def run_of_checkpoints(folder: Path) -> Path | None:
     """Return the run directory whose folder of checkpoints this is; None if it is none, or not inside its run."""
     run = folder.parent if folder.name not in ("", "..") and folder.parent.name else folder.resolve().parent
     return run if (run / "config.yaml").is_file() and checkpoints_in(folder) else None
+
+
+def run_around(folder: Path) -> Path | None:
+    """Return the run that a folder or a checkpoint belongs to, written as the user wrote the path; None if there is none."""
+    levels = 2 if is_checkpoint(folder) else 1
+    given = folder.parents[levels - 1 : levels] if ".." not in folder.parts else ()
+    return next(
+        (one for one in (*given, folder.resolve().parents[levels - 1]) if (one / "config.yaml").is_file()), None
+    )
 
 
 def hint_of_run(folder: Path) -> str:

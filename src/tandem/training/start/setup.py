@@ -107,13 +107,15 @@ def set_up(
     mesh: MeshShape = SINGLE_RANK_MESH,
     machines: Machines = ALONE,
     ranks_here: int = 1,
+    *,
+    needs_weights: bool = True,
 ) -> Setup:
     """Tokenise the data and run every check that does not need the weights.
 
     `share`: the part of each batch that this rank computes. `memory`: the smallest device memory of all ranks, in bytes, so that
     every rank chooses the same row length; None: the memory of this device.
     `machines`: those whose first ranks call this function together, and tokenise together. The other ranks call it later, so
-    nothing else in it may wait for another rank. `ranks_here`: ranks on this machine.
+    nothing else in it may wait for another rank. `ranks_here`: ranks on this machine. `needs_weights`: as in `find_source`.
     """
     check_packages(config.logger)
     check_user_losses(config.dpo)
@@ -121,10 +123,11 @@ def set_up(
     if given is not None and config.reference.mode == "cached" and needs_reference(config.dpo.preference_loss):
         check_writable(Path(given), f"reference.cache_dir = {given}:", "Choose another reference.cache_dir.")
     attention_kind(config.policy, device, None)
-    source = check_model(config)
+    source = check_model(config, needs_weights=needs_weights)
     attention_kind(config.policy, device, source.config)
     machine = check_machine(config, source, device, mesh, ranks_here=ranks_here)
-    return fit_to_machine(open_inputs(config, source, bar, machines=machines), machine, share, memory)
+    inputs = open_inputs(config, source, bar, needs_weights=needs_weights, machines=machines)
+    return fit_to_machine(inputs, machine, share, memory)
 
 
 @dataclass(frozen=True, slots=True)
