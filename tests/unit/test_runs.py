@@ -132,7 +132,7 @@ def test_what_is_not_a_run_is_refused(tmp_path, make, message):
 
 def test_a_folder_inside_a_run_is_refused_with_a_hint(tmp_path):
     folder = make_run(tmp_path / "run")
-    with pytest.raises(CheckpointError, match=r"it is not a run\. Did you mean .*/run\?"):
+    with pytest.raises(CheckpointError, match=r"it holds a model of the run .*/run, not a run\. Did you mean .*/run\?"):
         open_run(folder / "model")
 
 

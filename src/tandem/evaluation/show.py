@@ -10,11 +10,11 @@ from tandem.evaluation.compare import LISTED_PAIRS
 from tandem.evaluation.intervals import Estimate
 from tandem.evaluation.records import Benchmark, Comparison, Evaluation, Group
 from tandem.evaluation.rewardbench import TIES
-from tandem.storage.cache import is_run
 from tandem.terminal.arguments import option
 from tandem.terminal.console import SafeConsole
 from tandem.terminal.printable import counted, escaped, listed
 from tandem.terminal.text import table, wrap
+from tandem.training.run.other_folders import run_of_model
 
 WIDTH = 80
 NAME_CELLS = 28  # of a group's name
@@ -95,8 +95,8 @@ def _heading(found: Evaluation) -> str:
 
 def _what_has_a_reference(model: str) -> str:
     """Return the option that names a reference, and, if the model is the export of a run, this run, which has a reference."""
-    asked, run = option("reference", metavar="MODEL"), Path(model).parent
-    return f"{asked}, or the run, {run}" if Path(model).name == "model" and is_run(run) else asked
+    asked, run = option("reference", metavar="MODEL"), run_of_model(Path(model))
+    return asked if run is None else f"{asked}, or the run, {run}"
 
 
 def _show_total(found: Evaluation, total: Group, printer: _Printer) -> None:

@@ -21,9 +21,10 @@ from tandem.terminal.arguments import option
 from tandem.terminal.commands import resume_call
 from tandem.terminal.printable import listed
 from tandem.training.run.directory import checkpoint_dir, is_finished, refuse_links
-from tandem.training.run.other_folders import why_not_a_run
+from tandem.training.run.other_folders import hint_of_run, what_runs_it_holds, why_not_a_run
 
 RECORD = "tandem_export.json"  # says which checkpoint an export was made from, with which settings
+GIVE_A_RUN = "Give the directory of a run, or one of its checkpoints."
 Form = Literal["adapter", "merged"]
 
 
@@ -118,21 +119,18 @@ def read_record(folder: Path) -> dict[str, Any]:
 def _config_file(given: Path) -> Path:
     """Return the path of the run's config.yaml. For a checkpoint outside of a run, return the copy in the checkpoint."""
     if not given.exists():
-        raise ConfigError(
-            f"{given}: there is no such directory. Give the directory of a run, or one of its checkpoints."
-        )
+        raise ConfigError(f"{given}: there is no such directory. {GIVE_A_RUN}")
     if not given.is_dir():
-        raise CheckpointError(
-            f"{given}: a file, not a directory. Give the directory of a run, or one of its checkpoints."
-        )
+        raise CheckpointError(f"{given}: a file, not a directory. {GIVE_A_RUN}")
     if is_checkpoint(given):
         run = _run_of(real_path(given))
         return (run or given) / "config.yaml"
     refuse_links(given)
     if (given / "config.yaml").is_file():
         return given / "config.yaml"
-    what = "it holds a model, not a run" if is_export(given) else why_not_a_run(given)
-    raise CheckpointError(f"{given}: {what}. Give the directory of a run, or one of its checkpoints.")
+    # What is said of a folder that holds runs names one of them.
+    hint = hint_of_run(given) or ("" if what_runs_it_holds(given) else f" {GIVE_A_RUN}")
+    raise CheckpointError(f"{given}: {why_not_a_run(given)}.{hint}")
 
 
 def _run_of(place: Path) -> Path | None:

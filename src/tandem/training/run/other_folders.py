@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tandem.storage.cache import is_checkpoint
+from tandem.storage.cache import is_checkpoint, is_export, is_run
 from tandem.terminal.commands import with_other_path
 
 SWEEP_FILE = "sweep.json"  # in the directory of a sweep, whose folders are runs
@@ -17,6 +17,9 @@ def why_not_a_run(folder: Path) -> str:
         )
     if holds := what_runs_it_holds(folder):
         return holds
+    if is_export(folder):
+        run = run_of_model(folder)
+        return f"it holds a model{'' if run is None else f' of the run {run}'}, not a run"
     kept = sorted(folder.glob("checkpoints/step_*/config.yaml"))
     return f"its config.yaml is missing; {kept[-1]} is a copy" if kept else "it has no config.yaml, so it is not a run"
 
@@ -41,9 +44,18 @@ def run_of_checkpoints(folder: Path) -> Path | None:
     return run if (run / "config.yaml").is_file() and _checkpoints_in(folder) else None
 
 
+def run_of_model(folder: Path) -> Path | None:
+    """Return the run directory that exported a model: RUN of RUN/model and of RUN/exports/step_5. None if there is none."""
+    run = folder.parent.parent if folder.parent.name == "exports" else folder.parent
+    return run if (folder.name == "model" or run != folder.parent) and is_run(run) else None
+
+
 def hint_of_run(folder: Path) -> str:
-    """Return a sentence with the command that names the run instead of its folder of checkpoints; for other folders, nothing."""
-    run = run_of_checkpoints(folder)
+    """Return a sentence with the command that names the run instead of its folder of checkpoints, or of its model.
+
+    For other folders, return nothing.
+    """
+    run = run_of_checkpoints(folder) or run_of_model(folder)
     return "" if run is None else f" {with_other_path(folder, run)}"
 
 
