@@ -162,9 +162,20 @@ def _find(given: Path, checkpoint: str | None, config: Config) -> Checkpoint:
     if step not in steps:
         has = ", ".join(f"step_{one}" for one in steps)
         raise CheckpointError(
-            f"{option('checkpoint', asked)}: {folder} has no such checkpoint. Use best, latest, or one of these: {has}."
+            f"{option('checkpoint', asked)}: {folder} has no such checkpoint{_why_removed(step, steps, config)}. Use best, "
+            f"latest, or one of these: {has}."
         )
     return Checkpoint(folder / f"step_{step}", step, given)
+
+
+def _why_removed(step: int | None, steps: list[int], config: Config) -> str:
+    """Return text that says why the checkpoint of an earlier step is gone. Empty if the settings of the run do not say why."""
+    given = config.checkpointing
+    was_due = isinstance(given.save_period, float) or (step is not None and step % given.save_period == 0)
+    if step is None or not 0 < step < steps[-1] or not was_due or len(steps) < given.keep_top_k:
+        return ""
+    best = "best" if given.keep_top_k == 1 else f"{given.keep_top_k} best"
+    return f". The run keeps the latest and the {best} (checkpointing.keep_top_k={given.keep_top_k}), and removes the others"
 
 
 def _why_none(run: Path, config: Config) -> str:

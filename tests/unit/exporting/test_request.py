@@ -40,3 +40,23 @@ def test_a_sweep_names_one_of_its_runs_once(tmp_path):
     run = make_run(tmp_path / "sweep/seed-1")
     (tmp_path / "sweep/sweep.json").write_text("{}")
     assert refused(tmp_path / "sweep") == f"{tmp_path}/sweep: it is a sweep: name one of its runs, such as {run}."
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "why"),
+    [
+        ("{save_period: 2, keep_top_k: 2}", "step_4", "the 2 best (checkpointing.keep_top_k=2)"),
+        ("{save_period: 0.5, keep_top_k: 1}", "step_4", "the best (checkpointing.keep_top_k=1)"),
+        ("{save_period: 2, keep_top_k: 2}", "step_3", None),  # was not due
+        ("{save_period: 2, keep_top_k: 3}", "step_4", None),  # only 2 checkpoints: nothing was removed
+        ("{save_period: 2, keep_top_k: 2}", "step_12", None),  # later than the newest
+        ("{save_period: 2, keep_top_k: 2}", "first", None),
+    ],
+)
+def test_a_checkpoint_that_was_removed_is_named_as_such(tmp_path, settings, asked, why):
+    run = make_run(tmp_path / "run", config=f"checkpointing: {settings}\n")
+    reason = "" if why is None else f". The run keeps the latest and {why}, and removes the others"
+    assert refused(run, checkpoint=asked) == (
+        f"--checkpoint {asked}: {run}/checkpoints has no such checkpoint{reason}. Use best, latest, or one of these: step_5, "
+        "step_10."
+    )
