@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -149,8 +150,9 @@ def test_the_reference_is_computed_once(other_model, ranked, monkeypatch):
     assert loaded == [other_model]
 
 
-def test_two_models_are_compared_on_the_same_pairs(other_model, ranked):
-    same = evaluate(other_model, [ranked], against=other_model).comparison
+def test_two_models_are_compared_on_the_same_pairs(other_model, ranked, tmp_path):
+    copy = shutil.copytree(other_model, tmp_path / "copy")
+    same = evaluate(other_model, [ranked], against=str(copy)).comparison
     assert [(one.difference.value, one.num_better, one.num_worse, one.p_value) for one in same.differences] == [
         (0, 0, 0, 1)
     ] * 2
