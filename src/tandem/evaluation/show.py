@@ -49,7 +49,7 @@ def show(found: Evaluation, console: SafeConsole, per_pair: Path | None = None) 
         for benchmark in found.benchmarks:
             _show_benchmark(benchmark, printer)
     if found.comparison is not None:
-        _show_comparison(found.model, found.comparison, printer)
+        _show_comparison(found.model, found.comparison, printer, _why_no_rewards(found, found.comparison))
     _show_harness(found, printer)
     if per_pair is not None:
         printer.say(f"\n{per_pair}: every pair, those the model disagrees with most first")
@@ -172,7 +172,7 @@ def _show_benchmark(found: Benchmark, printer: _Printer) -> None:
         printer.say("The published formula of Ties gives -0.01 to 1.01.")
 
 
-def _show_comparison(model: str, found: Comparison, printer: _Printer) -> None:
+def _show_comparison(model: str, found: Comparison, printer: _Printer, note: str = "") -> None:
     names = {"accuracy": "reward", "logps_accuracy": "logp", "logps_per_token_accuracy": "logp per token"}
     rows = [
         [
@@ -191,6 +191,8 @@ def _show_comparison(model: str, found: Comparison, printer: _Printer) -> None:
         verb = "is" if found.num_left_out == 1 else "are"
         printer.say(f"{counted(found.num_left_out, 'pair')} that only one of them could read {verb} left out")
     printer.table("", ["metric", "A", "B", "A - B", "95 % interval", "better/worse", "p"], rows)
+    if note:
+        printer.say(note)
     rows = [
         [
             _shortened(pair.place, 40),
@@ -202,6 +204,23 @@ def _show_comparison(model: str, found: Comparison, printer: _Printer) -> None:
     ]
     heading = f"Pairs that they order differently by {names[found.metric]}{_shown_of(found, len(rows))}"
     printer.table(heading, ["of", "pair", "margin A", "margin B"], rows)
+
+
+def _why_no_rewards(found: Evaluation, comparison: Comparison) -> str:
+    """Return a sentence that says which model has no rewards, and what gives it rewards. Empty if rewards are compared."""
+    scored_by = {found.model: found.scored_by, comparison.against: comparison.scored_by}
+    without = [name for name, by in scored_by.items() if by == "log-probability"]
+    if not without:
+        return ""
+    if without == [found.reference]:
+        return f"Rewards are not compared: {found.reference} is the reference, and its rewards are all zero."
+    runs = [run for name in without if (run := run_of_model(Path(name))) is not None]
+    names, several = " and ".join(without), len(without) > 1
+    what, advice = f"{'have' if several else 'has'} no reference", f"add {option('reference', metavar='MODEL')}"
+    if len(runs) == len(without):
+        what = "are model folders without a reference" if several else "is a model folder without a reference"
+        advice = f"give the {'runs' if several else 'run'}, {' and '.join(map(str, runs))}, or {advice}"
+    return f"Rewards are not compared: {names} {what}. To compare them, {advice}."
 
 
 def _shown_of(found: Comparison, num_shown: int) -> str:

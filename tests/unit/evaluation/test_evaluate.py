@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 from models import MODEL, model_folder, plain_token_logps, tiny_config
 from pyarrow import parquet
+from run_directories import make_run
 from running import few_pairs, metrics_of, short_run
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -24,7 +26,7 @@ from tandem.evaluation.measure import measure_model
 from tandem.evaluation.records import Comparison, Difference, DifferingPair, HarnessResult
 from tandem.evaluation.request import check_request
 from tandem.evaluation.rewardbench import ScoredPrompt, rewardbench_2, ties_score
-from tandem.evaluation.show import _Printer, _show_comparison, show
+from tandem.evaluation.show import _Printer, _show_comparison, _why_no_rewards, show
 from tandem.report.reporter import Reporter
 from tandem.terminal.console import SafeConsole
 
@@ -319,6 +321,7 @@ def test_a_letter_means_the_same_model_in_a_comparison_and_in_tasks_of_the_harne
     task = HarnessResult(task="arc", metric="acc", values=values, stderrs={})
     lines = [line.strip() for line in printed(replace(found, harness=(task,))).splitlines()]
     assert f"Accuracy of {other_model} (A) against {MODEL} (B), 24 pairs" in " ".join(lines)
+    assert f"Rewards are not compared: {other_model} and {MODEL} have no reference." in " ".join(lines)
     assert lines[lines.index("LM Evaluation Harness") + 1 :][:3] == [f"A: {other_model}", f"B: {MODEL}", "C: base"]
     assert lines[-1].split() == ["arc", "acc", "0.3", "0.2", "0.1"]
     swapped = {other_model: 0.3, str(MODEL): 0.2}  # its own reference: it ran first
@@ -503,9 +506,55 @@ def test_a_comparison_says_how_many_of_the_differing_pairs_it_lists(num_worse, e
     )
     pairs = tuple(DifferingPair("a.jsonl:1", 0, 1, 2.0, -1.0) for _ in range(min(20, 5 + num_worse)))
     found = Comparison(
-        against="b", num_pairs=40, num_left_out=0, differences=(difference,), metric="accuracy", pairs=pairs
+        against="b",
+        scored_by="log-probability",
+        num_pairs=40,
+        num_left_out=0,
+        differences=(difference,),
+        metric="accuracy",
+        pairs=pairs,
     )
     out = io.StringIO()
     _show_comparison("a", found, _Printer(SafeConsole(file=out, width=120)))
     assert f"Pairs that they order differently by reward{ending}\n" in out.getvalue()
     assert out.getvalue().count("a.jsonl:1") == 5
+
+
+@pytest.mark.parametrize(
+    ("model", "reference", "other", "other_reference", "note"),
+    [
+        ("{0}", "base", "{1}", "base", None),
+        ("{0}", "base", "base", None, "base is the reference, and its rewards are all zero."),
+        (
+            *("{0}", "base", "{1}/model", None),
+            "{1}/model is a model folder without a reference. To compare them, give the run, {1}, or add --reference MODEL.",
+        ),
+        (
+            *("{0}/model", None, "{1}/model", None),
+            "{0}/model and {1}/model are model folders without a reference. To compare them, give the runs, {0} and {1}, or add "
+            "--reference MODEL.",
+        ),
+        ("base", None, "{1}", "base", "base has no reference. To compare them, add --reference MODEL."),
+        (
+            *("base", None, "{1}/model", None),
+            "base and {1}/model have no reference. To compare them, add --reference MODEL.",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("of_a_command")
+def test_a_comparison_without_rewards_says_why(tmp_path, monkeypatch, model, reference, other, other_reference, note):
+    monkeypatch.chdir(tmp_path)
+    runs = [make_run(Path(name)) for name in "ab"]
+    by = {None: "log-probability", "base": "implicit reward"}
+    found = SimpleNamespace(model=model.format(*runs), reference=reference, scored_by=by[reference])
+    comparison = Comparison(
+        against=other.format(*runs),
+        scored_by=by[other_reference],
+        num_pairs=1,
+        num_left_out=0,
+        differences=(),
+        metric="",
+        pairs=(),
+    )
+    expected = "" if note is None else f"Rewards are not compared: {note.format(*runs)}"
+    assert _why_no_rewards(found, comparison) == expected
