@@ -10,6 +10,7 @@ from tandem.evaluation.compare import LISTED_PAIRS
 from tandem.evaluation.intervals import Estimate
 from tandem.evaluation.records import Benchmark, Comparison, Evaluation, Group
 from tandem.evaluation.rewardbench import TIES
+from tandem.report.per_pair import described
 from tandem.terminal.arguments import option
 from tandem.terminal.console import SafeConsole
 from tandem.terminal.printable import counted, escaped, listed
@@ -30,8 +31,8 @@ METRICS = {
 }
 
 
-def show(found: Evaluation, console: SafeConsole, per_pair: Path | None = None) -> None:
-    """Print everything that was measured."""
+def show(found: Evaluation, console: SafeConsole, per_pair: Path | None = None, *, has_replaced: bool = False) -> None:
+    """Print everything that was measured. `per_pair`: the file with every pair; `has_replaced`: whether there was one before."""
     printer = _Printer(console)
     printer.say(_heading(found))
     for name, reasons in found.skipped.items():
@@ -52,7 +53,7 @@ def show(found: Evaluation, console: SafeConsole, per_pair: Path | None = None) 
         _show_comparison(found.model, found.comparison, printer, _why_no_rewards(found, found.comparison))
     _show_harness(found, printer)
     if per_pair is not None:
-        printer.say(f"\n{per_pair}: every pair, those the model disagrees with most first")
+        printer.say(f"\n{per_pair}: {described(has_replaced=has_replaced)}")
 
 
 class _Printer:
