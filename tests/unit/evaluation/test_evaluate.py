@@ -288,7 +288,7 @@ def test_tables_of_rewardbench_have_the_scale_of_other_tables(other_model, tmp_p
     assert lines[-1] == "Not in the score (not part of RewardBench): mine."
 
 
-@pytest.mark.parametrize("id", ["1", "Ref:1", "tied:one", "tied:1:2", ""])
+@pytest.mark.parametrize("id", ["1", "Ref:1", "tied:one", "tied:1:2"])
 def test_ids_of_ties_that_are_not_those_published_are_refused(other_model, tmp_path, id):
     file = write(tmp_path / "test.jsonl", [*REWARDBENCH_2[:2], REWARDBENCH_2[2] | {"id": id}])
     with pytest.raises(DataError) as caught:
@@ -308,11 +308,50 @@ def test_an_id_of_ties_that_two_rows_have_is_refused(other_model, tmp_path):
     )
 
 
+def test_rows_of_rewardbench_2_without_an_id_are_refused_with_their_numbers(other_model, tmp_path):
+    without = [{key: value for key, value in row.items() if key != "id"} for row in REWARDBENCH_2]
+    ending = (
+        "no id, which every row of RewardBench 2 has. Give the published ids, or leave out the key total_completions to measure "
+        "the file as plain pairs."
+    )
+    for rows, places in (
+        (without, "{0}:1, {0}:2, {0}:3"),
+        ([*without, without[0]], "{0}:1, {0}:2, {0}:3 and 1 more"),
+        ([REWARDBENCH_2[0], without[1], REWARDBENCH_2[2] | {"id": None}], "{0}:2, {0}:3"),
+        ([REWARDBENCH_2[0] | {"id": ""}, *REWARDBENCH_2[1:]], "{0}:1"),
+    ):
+        file = write(tmp_path / "test.jsonl", rows)
+        with pytest.raises(DataError) as caught:
+            evaluate(other_model, [file])
+        assert str(caught.value) == f"{places.format(file)}: {ending}"
+    plain = [{key: value for key, value in row.items() if key != "total_completions"} for row in without]
+    assert evaluate(other_model, [write(tmp_path / "plain.jsonl", plain)]).benchmarks == ()
+
+
+def test_a_ref_prompt_of_ties_has_one_correct_completion(other_model, tmp_path):
+    several = {"chosen": ["Green.", "Yellow."], "num_correct": 2, "total_completions": 3}
+    file = write(tmp_path / "test.jsonl", [*REWARDBENCH_2[:2], REWARDBENCH_2[2] | several])
+    with pytest.raises(DataError) as caught:
+        evaluate(other_model, [file])
+    assert str(caught.value) == (
+        f"{file}:3: id = ref:0, but chosen has 2 completions. The score of Ties needs one correct completion of ref:N and "
+        "several of its counterpart, tied:N. Correct the id or chosen."
+    )
+
+
 def test_a_wrong_number_of_correct_completions_is_refused_with_its_line(other_model, tmp_path):
     file = write(tmp_path / "test.jsonl", [*REWARDBENCH_2[:1], REWARDBENCH_2[1] | {"num_correct": 4}])
     with pytest.raises(DataError) as caught:
         evaluate(other_model, [file])
     assert f"{file}:2: num_correct: 4, and chosen has 2 correct completions. Correct one of them." in str(caught.value)
+
+
+def test_a_wrong_number_of_completions_is_refused_with_its_line(other_model, tmp_path):
+    file = write(tmp_path / "test.jsonl", [*REWARDBENCH_2[:1], REWARDBENCH_2[1] | {"total_completions": 4}])
+    with pytest.raises(DataError) as caught:
+        evaluate(other_model, [file])
+    expected = f"{file}:2: total_completions: 4, and chosen and rejected have 3 completions. Correct one of them."
+    assert expected in str(caught.value)
 
 
 def test_a_letter_means_the_same_model_in_a_comparison_and_in_tasks_of_the_harness(other_model, ranked):
