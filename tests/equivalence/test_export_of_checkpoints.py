@@ -309,7 +309,9 @@ def test_folders_that_are_no_run_are_refused(made, tmp_path):
     assert refused(tmp_path) == f"{tmp_path}: it has no config.yaml, so it is not a run. {instead}"
     assert refused(tmp_path / "x") == f"{tmp_path}/x: there is no such directory. {instead}"
     assert refused(made / "config.yaml") == f"{made}/config.yaml: a file, not a directory. {instead}"
-    assert refused(made / "model") == f"{made}/model: it holds a model, not a run. {instead}"
+    assert (
+        refused(made / "model") == f"{made}/model: it holds a model of the run {made}, not a run. Did you mean {made}?"
+    )
 
 
 def test_a_run_without_checkpoints_is_refused(run):

@@ -575,6 +575,37 @@ def test_the_name_of_a_file_is_not_taken_for_a_prompt(name, tmp_path, monkeypatc
         tandem.generate("embedded", name)
 
 
+def test_a_chat_template_is_an_argument_as_it_is_an_option(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ messages[0]['content'] }}!")
+    calls = [
+        {"chat_template": str(file)},
+        {"chat_template": file},
+        {"chat_template": "~/own.jinja"},
+        {"engine": tandem.EngineSettings(chat_template=str(file))},
+        {"engine": tandem.EngineSettings(chat_template=file)},
+    ]
+    made = [tandem.generate("embedded", ["Hi"], max_new_tokens=4, **one).records for one in calls]
+    assert all(one == made[0] for one in made)
+    plain = tandem.generate("embedded", ["Hi"], max_new_tokens=4).records
+    assert plain[0]["generated_by"] != made[0][0]["generated_by"]
+
+    both = {"chat_template": "none", "engine": tandem.EngineSettings(chat_template="none")}
+    for wrong, message in (
+        (both, 'chat_template="none": engine has one too. Leave out one of them.'),
+        ({"chat_template": "no.jinja"}, 'chat_template="no.jinja": there is no such file. Check the path.'),
+        ({"chat_template": 3}, "chat_template=3: give a path."),
+        (
+            {"chat_template": "none", "engine": "http"},
+            'chat_template has no effect with engine="http". Leave it out.',
+        ),
+    ):
+        with pytest.raises(ConfigError) as error:
+            tandem.generate("embedded", ["Hi"], **wrong)
+        assert str(error.value) == message
+
+
 def test_what_train_returned_stands_for_its_run(tmp_path):
     result = TrainResult(
         run_dir=tmp_path / "gone", model=None, checkpoints=(), metrics=[], verdicts=(), best_step=None, last_step=1

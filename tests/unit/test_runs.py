@@ -132,7 +132,7 @@ def test_what_is_not_a_run_is_refused(tmp_path, make, message):
 
 def test_a_folder_inside_a_run_is_refused_with_a_hint(tmp_path):
     folder = make_run(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"it is not a run\. Did you mean .*/run\?"):
+    with pytest.raises(ConfigError, match=r"it holds a model of the run .*/run, not a run\. Did you mean .*/run\?"):
         open_run(folder / "model")
 
 
@@ -173,11 +173,12 @@ def test_the_command_with_the_run_around_a_folder_has_the_path_as_it_was_given(t
     (step / "tensors").mkdir()
     (tmp_path / "link").symlink_to(step.parents[1] / "model")
     monkeypatch.chdir(tmp_path)
+    full = f"{tmp_path}/runs/a"
     for inside, right, what in (
-        ("runs/a/model", "runs/a", "it has no config.yaml, so it is not a run"),
+        ("runs/a/model", "runs/a", "it holds a model of the run runs/a, not a run"),
         ("runs/a/checkpoints/step_10", "runs/a", "a checkpoint, not a run"),
-        ("runs/a/checkpoints/../model", f"{tmp_path}/runs/a", "it has no config.yaml, so it is not a run"),
-        ("link", f"{tmp_path}/runs/a", "it has no config.yaml, so it is not a run"),
+        ("runs/a/checkpoints/../model", full, f"it holds a model of the run {full}, not a run"),
+        ("link", full, f"it holds a model of the run {full}, not a run"),
     ):
         monkeypatch.setattr("sys.argv", ["tandem", "report", inside])
         with pytest.raises(ConfigError) as error:

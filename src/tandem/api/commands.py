@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from glob import glob
 from itertools import chain
 from pathlib import Path
@@ -14,7 +14,7 @@ from tandem.api.process import own_process
 from tandem.api.result import TrainResult
 from tandem.api.rows import Rows, places_of, plain_row, store_rows
 from tandem.config.load import Overrides
-from tandem.config.sections.section import EMBEDDED
+from tandem.config.sections.section import EMBEDDED, expand_home
 from tandem.errors import ConfigError, DataError
 from tandem.evaluation.records import Evaluation
 from tandem.exporting.checkpoint import Exported
@@ -24,6 +24,7 @@ from tandem.generation.generate import Generation
 from tandem.generation.generate import generate as run_generate
 from tandem.generation.records import DEFAULT_MAX_NEW_TOKENS, EngineName, EngineSettings, make_sampling
 from tandem.report.reporter import Reporter, Verbosity
+from tandem.terminal.arguments import option
 
 FILE_ENDING = re.compile(r"\.[A-Za-z0-9]{1,8}\Z")
 SHOWN_CHARACTERS = 60  # of a text in a message
@@ -98,6 +99,7 @@ def generate(
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
     seed: int | None = None,
     engine: EngineName | EngineSettings = "transformers",
+    chat_template: str | Path | None = None,
     out: str | Path | None = None,
     verbosity: Verbosity = "quiet",
 ) -> Generation:
@@ -110,6 +112,7 @@ def generate(
     compare: another model that gets the same prompts.
     num_samples: completions per prompt. temperature: sample with it; None is greedy. top_p, seed: of sampling.
     max_new_tokens: the longest completion. engine: transformers, vllm or http, or its settings (EngineSettings).
+    chat_template: a .jinja file, or none for plain text; by default that of the model.
     out: a JSONL file to write instead of returning `records`; the same call continues an incomplete one.
     """
     if isinstance(prompts, str):
@@ -121,6 +124,11 @@ def generate(
     for one in fields(EngineSettings):
         if (value := getattr(settings, one.name)) != one.default:
             check_argument(one.name, value)
+    if chat_template is not None and settings.chat_template is not None:
+        raise ConfigError(f"{option('chat_template', chat_template)}: engine has one too. Leave out one of them.")
+    template = settings.chat_template if chat_template is None else chat_template
+    if template is not None:
+        settings = replace(settings, chat_template=expand_home(str(template)))
     found = prompts if isinstance(prompts, str | Path) else _listed_prompts(prompts)
     reporter = Reporter(verbosity)
     with own_process("tandem.generate"):

@@ -103,8 +103,9 @@ def evaluate_model(
 
     # Everything but the result goes to standard error.
     reporter = Reporter("quiet" if quiet else "normal", as_json=True)
+    has_replaced = request.per_pair is not None and request.per_pair.exists()
     found = run_request(request, reporter)
     if as_json:
         print(json.dumps(found.as_dict()))
     else:
-        show(found, SafeConsole(), request.per_pair)
+        show(found, SafeConsole(), request.per_pair, has_replaced=has_replaced)

@@ -187,8 +187,8 @@ def _show(
         for record in generation.records:
             print(as_line(record))
     elif streamed:
-        is_cut = generation.records[0]["completions"][0]["finish"] == "length"
-        write_at_once(" [cut at the limit]\n" if is_cut and not quiet else "\n")
+        [one] = generation.records[0]["completions"]
+        write_at_once("\n" if quiet else f"{show.streamed_end(one['completion'], one['finish'])}\n")
     elif generation.out is not None:
         if not quiet:
             print(show.summary(generation, samples))

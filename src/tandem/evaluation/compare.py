@@ -48,6 +48,7 @@ def compare(name: str, model: PairResults, other: PairResults) -> Comparison:
     )
     return Comparison(
         against=name,
+        scored_by=other.measured.scored_by,
         num_pairs=len(own),
         num_left_out=len(own_keys) + len(places) - 2 * len(own),
         differences=differences,

@@ -96,6 +96,7 @@ class Comparison:
     """Two models on the same pairs."""
 
     against: str
+    scored_by: ScoredBy  # the other model
     num_pairs: int
     num_left_out: int  # pairs that only one of the models could read
     differences: tuple[Difference, ...]

@@ -21,7 +21,7 @@ from tandem.evaluation.unused_keys import keys_and_texts, refuse_keys_of_trainin
 from tandem.model.files.source import check_path, refuse_missing_model
 from tandem.paths import check_data
 from tandem.report.per_pair import check_per_pair
-from tandem.storage.cache import is_checkpoint, is_export, is_run
+from tandem.storage.cache import is_checkpoint, is_export, is_run, real_path
 from tandem.storage.ownership import lock_holder
 from tandem.terminal.arguments import in_command, option, setting
 from tandem.terminal.commands import finish_or_use_checkpoint, override, tandem_command
@@ -112,6 +112,11 @@ def check_request(
         )
     subject = _subject("model", model, reference, beta, overrides, allow_code=allow_code)
     other = None if against is None else _subject("against", against, reference, beta, overrides, allow_code=allow_code)
+    if other is not None and _weights(other.model) == _weights(subject.model):
+        raise ConfigError(
+            f"{option('against', against)}: the same weights as {option('model', model)}, so there is nothing to compare. Give "
+            "another model or run."
+        )
     if (model_path := next((path for path in data if _is_model(Path(path))), None)) is not None:
         options = {"against": against, "reference": reference, "beta": beta, "by": by, "per_pair": per_pair}
         options |= {"lm_eval": lm_eval, "include_path": include_path, "limit": limit, "allow_code": allow_code}
@@ -206,6 +211,13 @@ def named_model(key: str, name: str, policy: PolicyConfig) -> ModelRequest:
         raise ConfigError(f"{setting(key, name)}: {runs}.{hint_of_run(folder)}")
     check_path(key, name)
     return ModelRequest(name=name, key=key, policy=plain)
+
+
+def _weights(model: ModelRequest) -> tuple[str, str | None]:
+    """Return what names the weights of a model: its adapter, which belongs to one base, or its folder; or its hub name."""
+    policy = model.policy
+    name = policy.lora.adapter if policy.lora.enabled and policy.lora.adapter is not None else policy.model_name
+    return str(real_path(name)) if Path(name).exists() else name, policy.revision
 
 
 def _has_settings(folder: Path) -> bool:

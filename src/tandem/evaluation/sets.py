@@ -30,7 +30,8 @@ from tandem.terminal.printable import listed
 from tandem.user_code import is_user_function
 
 SetKind = Literal["pairs", "RewardBench", "RewardBench 2"]
-REWARDBENCH_2_KEYS = ("id", "prompt", "chosen", "rejected", "num_correct", "total_completions", "subset")
+SHOWN_ROWS = 3
+REWARDBENCH_2_KEYS = ("prompt", "chosen", "rejected", "num_correct", "total_completions", "subset")  # and id
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class RowLabels:
 
     subset: str = ""  # of RewardBench
     id: str = ""
+    num_correct: int = 0  # of RewardBench 2
     field: str = ""  # the value of the field that `by` names
 
 
@@ -103,7 +105,7 @@ def open_evaluation_sets(
                     raise type(error)(str(error).replace("data.train.", "data.default.")) from None
             labels = _labels(one, fields, by) if by is not None or kind != "pairs" else {}
             if kind == "RewardBench 2":
-                _check_ids_of_ties(labels)
+                _check_rewardbench_2(labels)
             opened.append(EvaluationSet(one.name, kind, store, labels))
     return OpenSets(tuple(opened))
 
@@ -189,7 +191,13 @@ def _labels(one: DataRequest, fields: DatasetFields, by: str | None) -> dict[str
             if subset not in EXAMPLE_COUNTS and (prior := _prior_set(row.value, file.path)) is not None:
                 subset = prior
             value = "" if by is None else row.value.get(by)
-            labels[row.place] = RowLabels(str(subset or ""), str(row.value.get("id", "")), _as_text(value))
+            chosen = row.value.get("chosen")
+            labels[row.place] = RowLabels(
+                subset=str(subset or ""),
+                id=_as_text(row.value.get("id")),
+                num_correct=len(chosen) if isinstance(chosen, list) else 0,
+                field=_as_text(value),
+            )
     if by is not None and not any(label.field for label in labels.values()):
         raise DataError(
             f"{option('by', by)}: no row of {one.path} has a field {by}. Give the name of a field of the rows."
@@ -197,8 +205,16 @@ def _labels(one: DataRequest, fields: DatasetFields, by: str | None) -> dict[str
     return labels
 
 
-def _check_ids_of_ties(labels: Mapping[str, RowLabels]) -> None:
-    """Raise DataError unless every id of Ties is ref:N or tied:N, and is given once: the score compares the two of each N."""
+def _check_rewardbench_2(labels: Mapping[str, RowLabels]) -> None:
+    """Raise DataError unless every row has an id, and those of Ties are ref:N, with one correct completion, or tied:N.
+
+    Each is given once: the score compares the two of each N.
+    """
+    if without_id := [place for place, label in labels.items() if not label.id]:
+        raise DataError(
+            f"{listed(without_id, most=SHOWN_ROWS)}: no id, which every row of RewardBench 2 has. Give the published ids, or "
+            "leave out the key total_completions to measure the file as plain pairs."
+        )
     first: dict[tuple[str, int], str] = {}
     for place, label in labels.items():
         if label.subset.lower() != TIES:
@@ -211,6 +227,11 @@ def _check_ids_of_ties(labels: Mapping[str, RowLabels]) -> None:
                 "completion and tied:N for its counterpart with several, such as ref:7 and tied:7. Give the published ids, "
                 "or leave out the rows of Ties."
             ) from None
+        if kind_and_number[0] == "ref" and label.num_correct > 1:
+            raise DataError(
+                f"{place}: id = {label.id}, but chosen has {label.num_correct} completions. The score of Ties needs one correct "
+                f"completion of ref:N and several of its counterpart, tied:N. Correct the id or chosen."
+            )
         if (earlier := first.setdefault(kind_and_number, place)) != place:
             raise DataError(
                 f"{place}: id = {label.id} is that of {earlier} too, but the score of Ties needs different ids. Remove one "

@@ -10,11 +10,12 @@ from tandem.evaluation.compare import LISTED_PAIRS
 from tandem.evaluation.intervals import Estimate
 from tandem.evaluation.records import Benchmark, Comparison, Evaluation, Group
 from tandem.evaluation.rewardbench import TIES
-from tandem.storage.cache import is_run
+from tandem.report.per_pair import described
 from tandem.terminal.arguments import option
 from tandem.terminal.console import SafeConsole
 from tandem.terminal.printable import counted, escaped, listed
 from tandem.terminal.text import table, wrap
+from tandem.training.run.other_folders import run_of_model
 
 WIDTH = 80
 NAME_CELLS = 28  # of a group's name
@@ -30,8 +31,8 @@ METRICS = {
 }
 
 
-def show(found: Evaluation, console: SafeConsole, per_pair: Path | None = None) -> None:
-    """Print everything that was measured."""
+def show(found: Evaluation, console: SafeConsole, per_pair: Path | None = None, *, has_replaced: bool = False) -> None:
+    """Print everything that was measured. `per_pair`: the file with every pair; `has_replaced`: whether there was one before."""
     printer = _Printer(console)
     printer.say(_heading(found))
     for name, reasons in found.skipped.items():
@@ -49,10 +50,10 @@ def show(found: Evaluation, console: SafeConsole, per_pair: Path | None = None) 
         for benchmark in found.benchmarks:
             _show_benchmark(benchmark, printer)
     if found.comparison is not None:
-        _show_comparison(found.model, found.comparison, printer)
+        _show_comparison(found.model, found.comparison, printer, _why_no_rewards(found, found.comparison))
     _show_harness(found, printer)
     if per_pair is not None:
-        printer.say(f"\n{per_pair}: every pair, those the model disagrees with most first")
+        printer.say(f"\n{per_pair}: {described(has_replaced=has_replaced)}")
 
 
 class _Printer:
@@ -95,8 +96,8 @@ def _heading(found: Evaluation) -> str:
 
 def _what_has_a_reference(model: str) -> str:
     """Return the option that names a reference, and, if the model is the export of a run, this run, which has a reference."""
-    asked, run = option("reference", metavar="MODEL"), Path(model).parent
-    return f"{asked}, or the run, {run}" if Path(model).name == "model" and is_run(run) else asked
+    asked, run = option("reference", metavar="MODEL"), run_of_model(Path(model))
+    return asked if run is None else f"{asked}, or the run, {run}"
 
 
 def _show_total(found: Evaluation, total: Group, printer: _Printer) -> None:
@@ -172,7 +173,7 @@ def _show_benchmark(found: Benchmark, printer: _Printer) -> None:
         printer.say("The published formula of Ties gives -0.01 to 1.01.")
 
 
-def _show_comparison(model: str, found: Comparison, printer: _Printer) -> None:
+def _show_comparison(model: str, found: Comparison, printer: _Printer, note: str = "") -> None:
     names = {"accuracy": "reward", "logps_accuracy": "logp", "logps_per_token_accuracy": "logp per token"}
     rows = [
         [
@@ -191,6 +192,8 @@ def _show_comparison(model: str, found: Comparison, printer: _Printer) -> None:
         verb = "is" if found.num_left_out == 1 else "are"
         printer.say(f"{counted(found.num_left_out, 'pair')} that only one of them could read {verb} left out")
     printer.table("", ["metric", "A", "B", "A - B", "95 % interval", "better/worse", "p"], rows)
+    if note:
+        printer.say(note)
     rows = [
         [
             _shortened(pair.place, 40),
@@ -202,6 +205,23 @@ def _show_comparison(model: str, found: Comparison, printer: _Printer) -> None:
     ]
     heading = f"Pairs that they order differently by {names[found.metric]}{_shown_of(found, len(rows))}"
     printer.table(heading, ["of", "pair", "margin A", "margin B"], rows)
+
+
+def _why_no_rewards(found: Evaluation, comparison: Comparison) -> str:
+    """Return a sentence that says which model has no rewards, and what gives it rewards. Empty if rewards are compared."""
+    scored_by = {found.model: found.scored_by, comparison.against: comparison.scored_by}
+    without = [name for name, by in scored_by.items() if by == "log-probability"]
+    if not without:
+        return ""
+    if without == [found.reference]:
+        return f"Rewards are not compared: {found.reference} is the reference, and its rewards are all zero."
+    runs = [run for name in without if (run := run_of_model(Path(name))) is not None]
+    names, several = " and ".join(without), len(without) > 1
+    what, advice = f"{'have' if several else 'has'} no reference", f"add {option('reference', metavar='MODEL')}"
+    if len(runs) == len(without):
+        what = "are model folders without a reference" if several else "is a model folder without a reference"
+        advice = f"give the {'runs' if several else 'run'}, {' and '.join(map(str, runs))}, or {advice}"
+    return f"Rewards are not compared: {names} {what}. To compare them, {advice}."
 
 
 def _shown_of(found: Comparison, num_shown: int) -> str:

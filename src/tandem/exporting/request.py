@@ -21,9 +21,10 @@ from tandem.terminal.arguments import option
 from tandem.terminal.commands import resume_call
 from tandem.terminal.printable import listed
 from tandem.training.run.directory import checkpoint_dir, is_finished, refuse_links
-from tandem.training.run.other_folders import why_not_a_run
+from tandem.training.run.other_folders import hint_of_run, what_runs_it_holds, why_not_a_run
 
 RECORD = "tandem_export.json"  # says which checkpoint an export was made from, with which settings
+GIVE_A_RUN = "Give the directory of a run, or one of its checkpoints."
 Form = Literal["adapter", "merged"]
 
 
@@ -118,19 +119,18 @@ def read_record(folder: Path) -> dict[str, Any]:
 def _config_file(given: Path) -> Path:
     """Return the path of the run's config.yaml. For a checkpoint outside of a run, return the copy in the checkpoint."""
     if not given.exists():
-        raise ConfigError(
-            f"{given}: there is no such directory. Give the directory of a run, or one of its checkpoints."
-        )
+        raise ConfigError(f"{given}: there is no such directory. {GIVE_A_RUN}")
     if not given.is_dir():
-        raise ConfigError(f"{given}: a file, not a directory. Give the directory of a run, or one of its checkpoints.")
+        raise ConfigError(f"{given}: a file, not a directory. {GIVE_A_RUN}")
     if is_checkpoint(given):
         run = _run_of(real_path(given))
         return (run or given) / "config.yaml"
     refuse_links(given)
     if (given / "config.yaml").is_file():
         return given / "config.yaml"
-    what = "it holds a model, not a run" if is_export(given) else why_not_a_run(given)
-    raise ConfigError(f"{given}: {what}. Give the directory of a run, or one of its checkpoints.")
+    # What is said of a folder that holds runs names one of them.
+    hint = hint_of_run(given) or ("" if what_runs_it_holds(given) else f" {GIVE_A_RUN}")
+    raise ConfigError(f"{given}: {why_not_a_run(given)}.{hint}")
 
 
 def _run_of(place: Path) -> Path | None:
@@ -162,9 +162,20 @@ def _find(given: Path, checkpoint: str | None, config: Config) -> Checkpoint:
     if step not in steps:
         has = ", ".join(f"step_{one}" for one in steps)
         raise CheckpointError(
-            f"{option('checkpoint', asked)}: {folder} has no such checkpoint. Use best, latest, or one of these: {has}."
+            f"{option('checkpoint', asked)}: {folder} has no such checkpoint{_why_removed(step, steps, config)}. Use best, "
+            f"latest, or one of these: {has}."
         )
     return Checkpoint(folder / f"step_{step}", step, given)
+
+
+def _why_removed(step: int | None, steps: list[int], config: Config) -> str:
+    """Return text that says why the checkpoint of an earlier step is gone. Empty if the settings of the run do not say why."""
+    given = config.checkpointing
+    was_due = isinstance(given.save_period, float) or (step is not None and step % given.save_period == 0)
+    if step is None or not 0 < step < steps[-1] or not was_due or len(steps) < given.keep_top_k:
+        return ""
+    best = "best" if given.keep_top_k == 1 else f"{given.keep_top_k} best"
+    return f". The run keeps the latest and the {best} (checkpointing.keep_top_k={given.keep_top_k}), and removes the others"
 
 
 def _why_none(run: Path, config: Config) -> str:

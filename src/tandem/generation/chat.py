@@ -17,7 +17,7 @@ from tandem.data.formats.preference import Message
 from tandem.errors import ConfigError, DataError, DiskError, TandemError, full_disk
 from tandem.generation.generate import Named, Opened, opened
 from tandem.generation.records import Engine, EngineSettings, Prompt, Sampling, as_dicts
-from tandem.generation.show import STOPPED, ending_mark, show_answers, shown_completion
+from tandem.generation.show import STOPPED, show_answers, shown_completion, streamed_end
 from tandem.storage.cache import replacing
 from tandem.terminal.arguments import option
 from tandem.terminal.printable import byte_that_is_not_utf8
@@ -182,16 +182,17 @@ class Chat:
         pieces: list[str] = []
 
         def write(piece: str) -> None:
+            has_begun = any(earlier.strip() for earlier in pieces)
             pieces.append(piece)
             if len(self._speakers) == 1:
-                self._write(piece)
+                self._write(piece if has_begun else piece.lstrip())
 
         try:
             finish: str = speaker.engine.stream(request, write).finish
         except KeyboardInterrupt:
             finish = STOPPED
         if len(self._speakers) == 1:
-            self._write(f"{ending_mark(finish)}\n")
+            self._write(f"{streamed_end(''.join(pieces), finish)}\n")
         return "".join(pieces), finish
 
     def _report(self, error: TandemError) -> None:

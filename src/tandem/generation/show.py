@@ -102,7 +102,13 @@ def _ending(reason: str) -> str:
 
 def shown_completion(text: str, finish: str) -> str:
     """A completion as it is shown: without white space around it, and with a mark if the model did not end it."""
-    return (text.strip() or ("(white space)" if text else "(empty)")) + ending_mark(finish)
+    return text.strip() + streamed_end(text, finish)
+
+
+def streamed_end(text: str, finish: str) -> str:
+    """What is shown after a completion that was printed while it was generated: a mark if it shows nothing, or was cut."""
+    blank = "" if text.strip() else "(white space)" if text else "(empty)"
+    return blank + ending_mark(finish)
 
 
 def ending_mark(finish: str) -> str:

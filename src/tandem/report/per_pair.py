@@ -64,6 +64,13 @@ class PerPairFile:
             out.write(json.dumps(line) + "\n")
 
 
+def described(*, has_replaced: bool) -> str:
+    """Return what the output of a command says about the file that it has written, after the file's name."""
+    return (
+        f"every pair, those the model disagrees with most first{'; replaces the earlier file' if has_replaced else ''}"
+    )
+
+
 def check_per_pair(path: Path) -> None:
     """Raise ConfigError, before training starts, if the file cannot be written."""
     if path.is_dir():

@@ -210,8 +210,7 @@ def _run(t: Training, loaded: LoadedConfig, per_pair: Path | None) -> None:
         finish(t, _loop(t), loaded, per_pair)
     elif per_pair is not None:
         restore_exported(t, per_pair)
-        write_per_pair(t, per_pair)
-        t.reporter.say(f"{per_pair}  every pair, those the model disagrees with most first")
+        t.reporter.say(write_per_pair(t, per_pair))
 
 
 def _resumed_from(t: Training) -> dict[str, str]:

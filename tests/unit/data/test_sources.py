@@ -165,6 +165,27 @@ def test_a_missing_file_is_reported_with_its_path(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "ending"),
+    [
+        ("held-out.jsonl", ", and not the name of a hub dataset (org/name). Did you mean held_out.jsonl?"),
+        ("./runs/tandm-1", ", and not the name of a hub dataset (org/name). Did you mean runs/tandem-1?"),
+        ("other.jsonl", ", and not the name of a hub dataset (org/name)."),
+        ("runs/tandm-1", ". {path} Did you mean runs/tandem-1?"),
+        ("runs/x", ". {path} runs holds another, tandem-1."),
+        ("empty/x", ". {path}"),
+    ],
+)
+def test_a_missing_path_is_reported_with_what_is_near_it(tmp_path, monkeypatch, given, ending):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("runs/tandem-1", "runs/another", "runs/.hidden", "empty"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "held_out.jsonl").touch()
+    (tmp_path / "held_out.csv").touch()
+    path = f"There is a folder {given.split('/')[0]}, so this is a path and not the name of a hub dataset."
+    assert refused(given) == f"{given}: no such file or folder{ending.format(path=path)}"
+
+
 def test_an_empty_path_is_not_the_current_folder():
     with pytest.raises(DataError) as error:
         find_files("", DatasetFields())

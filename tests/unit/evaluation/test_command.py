@@ -44,6 +44,14 @@ def test_the_table_is_printed_and_nothing_else_on_standard_output(run_here, pair
     assert line.split()[2] == "0.500"
 
 
+def test_a_per_pair_file_says_whether_it_replaces_an_earlier_one(run_here, pairs, tmp_path):
+    file = tmp_path / "of-pairs.jsonl"
+    line = f"{file}: every pair, those the model disagrees with most first"
+    for ending in ("", "; replaces the earlier file"):
+        code, out, _ = run_here(MODEL, pairs, "--per-pair", file)
+        assert (code, " ".join(out[out.find(str(file)) :].split())) == (0, f"{line}{ending}")
+
+
 def test_json_has_the_documented_keys(run_here, pairs):
     code, out, err = run_here(MODEL, pairs, "--json", "--quiet", "policy.max_total_sequence_length=256")
     assert (code, err) == (0, "")

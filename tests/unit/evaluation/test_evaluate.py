@@ -2,7 +2,9 @@
 
 import io
 import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import torch
 from models import MODEL, model_folder, plain_token_logps, tiny_config
 from pyarrow import parquet
+from run_directories import make_run
 from running import few_pairs, metrics_of, short_run
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -23,7 +26,7 @@ from tandem.evaluation.measure import measure_model
 from tandem.evaluation.records import Comparison, Difference, DifferingPair, HarnessResult
 from tandem.evaluation.request import check_request
 from tandem.evaluation.rewardbench import ScoredPrompt, rewardbench_2, ties_score
-from tandem.evaluation.show import _Printer, _show_comparison, show
+from tandem.evaluation.show import _Printer, _show_comparison, _why_no_rewards, show
 from tandem.report.reporter import Reporter
 from tandem.terminal.console import SafeConsole
 
@@ -149,8 +152,9 @@ def test_the_reference_is_computed_once(other_model, ranked, monkeypatch):
     assert loaded == [other_model]
 
 
-def test_two_models_are_compared_on_the_same_pairs(other_model, ranked):
-    same = evaluate(other_model, [ranked], against=other_model).comparison
+def test_two_models_are_compared_on_the_same_pairs(other_model, ranked, tmp_path):
+    copy = shutil.copytree(other_model, tmp_path / "copy")
+    same = evaluate(other_model, [ranked], against=str(copy)).comparison
     assert [(one.difference.value, one.num_better, one.num_worse, one.p_value) for one in same.differences] == [
         (0, 0, 0, 1)
     ] * 2
@@ -284,7 +288,7 @@ def test_tables_of_rewardbench_have_the_scale_of_other_tables(other_model, tmp_p
     assert lines[-1] == "Not in the score (not part of RewardBench): mine."
 
 
-@pytest.mark.parametrize("id", ["1", "Ref:1", "tied:one", "tied:1:2", ""])
+@pytest.mark.parametrize("id", ["1", "Ref:1", "tied:one", "tied:1:2"])
 def test_ids_of_ties_that_are_not_those_published_are_refused(other_model, tmp_path, id):
     file = write(tmp_path / "test.jsonl", [*REWARDBENCH_2[:2], REWARDBENCH_2[2] | {"id": id}])
     with pytest.raises(DataError) as caught:
@@ -304,11 +308,50 @@ def test_an_id_of_ties_that_two_rows_have_is_refused(other_model, tmp_path):
     )
 
 
+def test_rows_of_rewardbench_2_without_an_id_are_refused_with_their_numbers(other_model, tmp_path):
+    without = [{key: value for key, value in row.items() if key != "id"} for row in REWARDBENCH_2]
+    ending = (
+        "no id, which every row of RewardBench 2 has. Give the published ids, or leave out the key total_completions to measure "
+        "the file as plain pairs."
+    )
+    for rows, places in (
+        (without, "{0}:1, {0}:2, {0}:3"),
+        ([*without, without[0]], "{0}:1, {0}:2, {0}:3 and 1 more"),
+        ([REWARDBENCH_2[0], without[1], REWARDBENCH_2[2] | {"id": None}], "{0}:2, {0}:3"),
+        ([REWARDBENCH_2[0] | {"id": ""}, *REWARDBENCH_2[1:]], "{0}:1"),
+    ):
+        file = write(tmp_path / "test.jsonl", rows)
+        with pytest.raises(DataError) as caught:
+            evaluate(other_model, [file])
+        assert str(caught.value) == f"{places.format(file)}: {ending}"
+    plain = [{key: value for key, value in row.items() if key != "total_completions"} for row in without]
+    assert evaluate(other_model, [write(tmp_path / "plain.jsonl", plain)]).benchmarks == ()
+
+
+def test_a_ref_prompt_of_ties_has_one_correct_completion(other_model, tmp_path):
+    several = {"chosen": ["Green.", "Yellow."], "num_correct": 2, "total_completions": 3}
+    file = write(tmp_path / "test.jsonl", [*REWARDBENCH_2[:2], REWARDBENCH_2[2] | several])
+    with pytest.raises(DataError) as caught:
+        evaluate(other_model, [file])
+    assert str(caught.value) == (
+        f"{file}:3: id = ref:0, but chosen has 2 completions. The score of Ties needs one correct completion of ref:N and "
+        "several of its counterpart, tied:N. Correct the id or chosen."
+    )
+
+
 def test_a_wrong_number_of_correct_completions_is_refused_with_its_line(other_model, tmp_path):
     file = write(tmp_path / "test.jsonl", [*REWARDBENCH_2[:1], REWARDBENCH_2[1] | {"num_correct": 4}])
     with pytest.raises(DataError) as caught:
         evaluate(other_model, [file])
     assert f"{file}:2: num_correct: 4, and chosen has 2 correct completions. Correct one of them." in str(caught.value)
+
+
+def test_a_wrong_number_of_completions_is_refused_with_its_line(other_model, tmp_path):
+    file = write(tmp_path / "test.jsonl", [*REWARDBENCH_2[:1], REWARDBENCH_2[1] | {"total_completions": 4}])
+    with pytest.raises(DataError) as caught:
+        evaluate(other_model, [file])
+    expected = f"{file}:2: total_completions: 4, and chosen and rejected have 3 completions. Correct one of them."
+    assert expected in str(caught.value)
 
 
 def test_a_letter_means_the_same_model_in_a_comparison_and_in_tasks_of_the_harness(other_model, ranked):
@@ -317,6 +360,7 @@ def test_a_letter_means_the_same_model_in_a_comparison_and_in_tasks_of_the_harne
     task = HarnessResult(task="arc", metric="acc", values=values, stderrs={})
     lines = [line.strip() for line in printed(replace(found, harness=(task,))).splitlines()]
     assert f"Accuracy of {other_model} (A) against {MODEL} (B), 24 pairs" in " ".join(lines)
+    assert f"Rewards are not compared: {other_model} and {MODEL} have no reference." in " ".join(lines)
     assert lines[lines.index("LM Evaluation Harness") + 1 :][:3] == [f"A: {other_model}", f"B: {MODEL}", "C: base"]
     assert lines[-1].split() == ["arc", "acc", "0.3", "0.2", "0.1"]
     swapped = {other_model: 0.3, str(MODEL): 0.2}  # its own reference: it ran first
@@ -501,9 +545,55 @@ def test_a_comparison_says_how_many_of_the_differing_pairs_it_lists(num_worse, e
     )
     pairs = tuple(DifferingPair("a.jsonl:1", 0, 1, 2.0, -1.0) for _ in range(min(20, 5 + num_worse)))
     found = Comparison(
-        against="b", num_pairs=40, num_left_out=0, differences=(difference,), metric="accuracy", pairs=pairs
+        against="b",
+        scored_by="log-probability",
+        num_pairs=40,
+        num_left_out=0,
+        differences=(difference,),
+        metric="accuracy",
+        pairs=pairs,
     )
     out = io.StringIO()
     _show_comparison("a", found, _Printer(SafeConsole(file=out, width=120)))
     assert f"Pairs that they order differently by reward{ending}\n" in out.getvalue()
     assert out.getvalue().count("a.jsonl:1") == 5
+
+
+@pytest.mark.parametrize(
+    ("model", "reference", "other", "other_reference", "note"),
+    [
+        ("{0}", "base", "{1}", "base", None),
+        ("{0}", "base", "base", None, "base is the reference, and its rewards are all zero."),
+        (
+            *("{0}", "base", "{1}/model", None),
+            "{1}/model is a model folder without a reference. To compare them, give the run, {1}, or add --reference MODEL.",
+        ),
+        (
+            *("{0}/model", None, "{1}/model", None),
+            "{0}/model and {1}/model are model folders without a reference. To compare them, give the runs, {0} and {1}, or add "
+            "--reference MODEL.",
+        ),
+        ("base", None, "{1}", "base", "base has no reference. To compare them, add --reference MODEL."),
+        (
+            *("base", None, "{1}/model", None),
+            "base and {1}/model have no reference. To compare them, add --reference MODEL.",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("of_a_command")
+def test_a_comparison_without_rewards_says_why(tmp_path, monkeypatch, model, reference, other, other_reference, note):
+    monkeypatch.chdir(tmp_path)
+    runs = [make_run(Path(name)) for name in "ab"]
+    by = {None: "log-probability", "base": "implicit reward"}
+    found = SimpleNamespace(model=model.format(*runs), reference=reference, scored_by=by[reference])
+    comparison = Comparison(
+        against=other.format(*runs),
+        scored_by=by[other_reference],
+        num_pairs=1,
+        num_left_out=0,
+        differences=(),
+        metric="",
+        pairs=(),
+    )
+    expected = "" if note is None else f"Rewards are not compared: {note.format(*runs)}"
+    assert _why_no_rewards(found, comparison) == expected

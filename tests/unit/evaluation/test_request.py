@@ -278,6 +278,35 @@ def test_a_run_or_model_given_as_data_is_compared_with(run, data, tmp_path):
     )
 
 
+def test_a_model_is_not_compared_with_itself(run, data, monkeypatch, tmp_path):
+    (run / "model" / "model.safetensors").touch()
+    (tmp_path / "link").symlink_to(run)
+    for model, other in [
+        ("embedded", "embedded"),
+        (str(run), str(run)),
+        (str(run), f"{run}/model"),
+        (f"{run}/model", str(run)),
+        (str(run), str(tmp_path / "link")),
+    ]:
+        assert refused(model, [data], against=other) == (
+            f"--against {other}: the same weights as MODEL {model}, so there is nothing to compare. Give another model or run."
+        )
+    copy = shutil.copytree(run, tmp_path / "copy")
+    assert check_request(str(run), [data], against=str(copy)).against.run == copy
+
+
+def test_adapters_are_compared_by_their_own_folder(run, data, tmp_path):
+    (run / "config.yaml").write_text(
+        load_config(None, ["policy.lora.enabled=true", "export.merge_lora=false"]).as_yaml()
+    )
+    (run / "model" / "config.json").unlink()
+    (run / "model" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "embedded"}))
+    copy = shutil.copytree(run, tmp_path / "copy")
+    assert "the same weights as" in refused(str(run), [data], against=f"{run}/model")
+    assert check_request(str(run), [data], against=str(copy)).against.run == copy  # another adapter of the same base
+    assert check_request(str(run), [data], against="embedded").against.run is None
+
+
 def test_a_per_pair_file_that_cannot_be_written_is_refused(data, tmp_path):
     assert refused("embedded", [data], per_pair=tmp_path) == (
         f"--per-pair {tmp_path}: a directory. Give the name of a file."

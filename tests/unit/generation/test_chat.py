@@ -167,6 +167,23 @@ def test_answers_of_two_models_are_shown_as_generate_shows_them(width):
         assert lines == ["model 0:", "(white space)", "model 1:", "hello [cut at the limit]"]
 
 
+@pytest.mark.parametrize(
+    ("answer", "finish", "shown"),
+    [
+        ("\n\n\n", "stop", "(white space)\n"),
+        ("\n \n", "length", "(white space) [cut at the limit]\n"),
+        ("", "stop", "(empty)\n"),
+        ("\n\nhello", "stop", "hello\n"),
+    ],
+)
+def test_an_answer_that_shows_nothing_is_named_as_generate_names_it(answer, finish, shown):
+    one, out = chat(Parrot(answer=answer, finish=finish))
+    one.handle("hi")
+    assert out.getvalue() == shown
+    [speaker] = one._speakers
+    assert speaker.turns[-1].content == answer  # the conversation has what the model wrote
+
+
 def test_the_exit_code_is_that_of_the_first_error():
     one, _ = chat()
     assert [one.handle(line) for line in ("hi", "/help")] == [True, True]

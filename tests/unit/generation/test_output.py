@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.cli.generate import _show
 from tandem.errors import ConfigError, DataError, DiskError
 from tandem.generation.generate import Generation
 from tandem.generation.output import OutputFile, generated_by, record_of
@@ -191,3 +192,21 @@ def test_the_summary_counts_the_lines_that_were_there_and_those_that_are_new(num
     )
     assert summary(made, 2) == text
     assert (as_json(made)["num_resumed"], as_json(made)["num_new"]) == (num_resumed, num_new)
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "is_quiet", "printed"),
+    [
+        ("\n\n", "stop", False, "(white space)\n"),
+        ("", "length", False, "(empty) [cut at the limit]\n"),
+        ("", "stop", True, "\n"),
+        ("hello", "stop", False, "\n"),
+    ],
+)
+def test_a_streamed_completion_that_shows_nothing_is_named_as_in_a_table(capsys, text, finish, is_quiet, printed):
+    request = Request(PROMPTS[0], 0, (1, 2))
+    records = (record_of(PROMPTS[0], [Answer(request, text, None, finish)], made(num_samples=1)),)
+    counts = {"num_prompts": 1, "num_skipped": 0, "num_resumed": 0, "num_tokens": 0, "seconds": 1.0}
+    generation = Generation(models=("m",), records=records, **counts)
+    _show(generation, PROMPTS[:1], 1, as_json=False, quiet=is_quiet, streamed=True)
+    assert capsys.readouterr().out == printed

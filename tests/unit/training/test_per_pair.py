@@ -12,6 +12,7 @@ from running import metrics_of, short_run
 from tandem.config.schema import Config
 from tandem.errors import CheckpointError, ConfigError
 from tandem.report.per_pair import check_per_pair
+from tandem.report.reporter import Reporter
 from tandem.report.verdicts import judge
 from tandem.storage import cache
 
@@ -147,13 +148,18 @@ def test_a_device_is_refused():
     assert str(error.value) == "--per-pair /dev/null: not a plain file. Give the name of a file."
 
 
-def test_a_finished_run_is_measured_with_its_last_checkpoint(run, tmp_path):
+def test_a_finished_run_is_measured_with_its_last_checkpoint(run, tmp_path, monkeypatch):
     lines, folder = run()
     model = (folder / "model").stat().st_mtime_ns
     metrics = (folder / "metrics.jsonl").read_bytes()
     (tmp_path / "run.pairs").unlink()
-    again, _ = run()
-    assert again == lines
+    said = []
+    monkeypatch.setattr(Reporter, "say", lambda _, text, **options: said.append(text))
+    line = f"{tmp_path}/run.pairs  every pair, those the model disagrees with most first"
+    for ending in ("", "; replaces the earlier file"):
+        again, _ = run()
+        assert again == lines
+        assert said[-1] == f"{line}{ending}"
     assert (folder / "model").stat().st_mtime_ns == model
     assert (folder / "metrics.jsonl").read_bytes() == metrics
 

@@ -149,19 +149,20 @@ def best_of_n(row: SourceRow, keys: DatasetFields) -> Preference:
             what = "an empty list" if texts == [] else describe(texts)
             raise RowError(row.place, "wrong type", f"{key}: {what}, not a list of completions.")
         completions += [Completion(completion_of(row, text, f"{key}[{i}]"), rank) for i, text in enumerate(texts)]
-    _check_num_correct(row, keys.chosen_key, sum(one.rank == 0 for one in completions))
+    num_correct = sum(one.rank == 0 for one in completions)
+    _check_number(
+        row, "num_correct", num_correct, f"{keys.chosen_key} has {counted(num_correct, 'correct completion')}"
+    )
+    total = f"{keys.chosen_key} and {keys.rejected_key} have {counted(len(completions), 'completion')}"
+    _check_number(row, "total_completions", len(completions), total)
     return checked(Preference(prompt_of(row, keys.prompt_key), tuple(completions), row.place))
 
 
-def _check_num_correct(row: SourceRow, key: str, count: int) -> None:
-    """Raise a RowError if RewardBench 2's num_correct is not the number of correct completions."""
-    given = row.value.get("num_correct")
+def _check_number(row: SourceRow, key: str, count: int, there_are: str) -> None:
+    """Raise a RowError if num_correct or total_completions of RewardBench 2 is not the number of these completions."""
+    given = row.value.get(key)
     if given is not None and (isinstance(given, bool) or given != count):
-        raise RowError(
-            row.place,
-            "wrong num_correct",
-            f"num_correct: {describe(given)}, and {key} has {counted(count, 'correct completion')}. Correct one of them.",
-        )
+        raise RowError(row.place, f"wrong {key}", f"{key}: {describe(given)}, and {there_are}. Correct one of them.")
 
 
 def is_list_of_texts(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """Finds the files that a data path names, on this machine or on the hub, in the order in which they are read."""
 
+import difflib
 import glob
 import json
 import re
@@ -9,12 +10,13 @@ from itertools import islice
 from pathlib import Path
 
 from tandem.config.sections.datasets import DatasetFields
-from tandem.data.read.hub import choose_files, hub_files, is_hub_name
+from tandem.data.read.hub import choose_files, hub_files, is_hub_name, is_written_as_hub_name
 from tandem.errors import DataError, one_line
 from tandem.terminal.printable import listed
 
 ANY_DEPTH = "**/*"
 MAX_FILES = 100_000
+SEARCHED_NAMES = 1000  # in a folder, for one like a missing name
 ROWS_FILE = re.compile(r"[0-9a-f]{32}\.jsonl")  # in the folder rows of the cache (api/rows.py)
 
 
@@ -61,7 +63,26 @@ def find_files(data_path: str, given: DatasetFields) -> list[SourceFile]:
             f"{data_path}: this file of the cache, with the rows that a call from Python gave, no longer exists. Make the same "
             "call with the same rows again: it writes the file, and resumes the run if it is unfinished."
         )
-    raise DataError(f"{data_path}: no such file or folder, and not the name of a hub dataset (org/name).")
+    raise DataError(_missing(data_path, path))
+
+
+def _missing(data_path: str, path: Path) -> str:
+    """Return a message about a path that does not exist, with a name in the same folder that is like it."""
+    try:
+        names = [one.name for one in islice(path.parent.iterdir(), SEARCHED_NAMES) if not one.name.startswith(".")]
+    except OSError:  # there is no such folder, or it cannot be read
+        names = []
+    # The endings alone, .jsonl and .jsonl, do not make two names alike.
+    stems = difflib.get_close_matches(path.stem, {Path(name).stem for name in names})
+    near = difflib.get_close_matches(path.name, [name for name in names if Path(name).stem in stems], n=1)
+    hint = f" Did you mean {path.parent / near[0]}?" if near else ""
+    if not is_written_as_hub_name(data_path):
+        return f"{data_path}: no such file or folder, and not the name of a hub dataset (org/name).{hint}"
+    holds = f" {path.parent} holds {listed(sorted(names))}." if names and not near else ""
+    return (
+        f"{data_path}: no such file or folder. There is a folder {path.parent}, so this is a path and not the name of a hub "
+        f"dataset.{hint or holds}"
+    )
 
 
 def _list_limited(data_path: str, paths: Iterator[Path]) -> list[Path]:

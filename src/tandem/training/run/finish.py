@@ -19,7 +19,7 @@ from tandem.data.store.selection import Preferences
 from tandem.data.text.template import QUESTION, Template
 from tandem.exporting.card import CARD, CardFacts, data_sets, model_card
 from tandem.exporting.folder import ExportForm, export_form, reload, write_export
-from tandem.report.per_pair import PerPairFile
+from tandem.report.per_pair import PerPairFile, described
 from tandem.report.verdicts import Verdict, judge
 from tandem.storage.cache import GIB, write_atomically
 from tandem.terminal.commands import key_of, override, python_command, tandem_command, with_override
@@ -58,8 +58,7 @@ def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, pe
         t.show_on_page(after)
     text = json.dumps([asdict(one) for one in verdicts], indent=2)
     t.ranks.run_or_stop_all(lambda: write_atomically(t.run / "verdicts.json", text, "verdicts"), on=t.ranks.is_first)
-    if per_pair is not None:
-        write_per_pair(t, per_pair)
+    pairs_line = None if per_pair is None else write_per_pair(t, per_pair)
     model = t.run / "model"
     start = {(one.split, one.data, one.num_pairs) for one in before}
     if after and all((one.split, one.data, one.num_pairs) in start for one in after):
@@ -73,7 +72,7 @@ def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, pe
     for verdict in verdicts:
         t.reporter.say(f"  {verdict.split}: {verdict.text}")
     t.page.finish()
-    _report_results(t, model, form, per_pair, stop)
+    _report_results(t, model, form, pairs_line, stop)
     _suggest_better_checkpoint(t, loaded)
     # If training made the model worse, no next command is suggested: the verdict says what to change.
     if not any(verdict.name in ("diverged", "only_hurt") for verdict in verdicts):
@@ -138,7 +137,7 @@ def _export(t: Training, folder: Path, after: list[ValidationReport], loaded: Lo
 
 
 def _report_results(
-    t: Training, model: Path, form: ExportForm, per_pair: Path | None, stop: RestoredStep | None
+    t: Training, model: Path, form: ExportForm, pairs_line: str | None, stop: RestoredStep | None
 ) -> None:
     """Print where the exported model, the metrics and the checkpoints are."""
     config = t.setup.config
@@ -153,8 +152,8 @@ def _report_results(
     if config.logger.report:
         t.reporter.say(f"  {t.run}/report.html  curves, pairs and settings, to open in a browser")
     t.reporter.say(f"  {t.run}/metrics.jsonl  every step and validation")
-    if per_pair is not None:
-        t.reporter.say(f"  {per_pair}  every pair, those the model disagrees with most first")
+    if pairs_line is not None:
+        t.reporter.say(f"  {pairs_line}")
     if config.checkpointing.enabled and (tracked := t.setup.tracked):
         best = min(map(step_of, checkpoints(t.saver.folder)), key=t.ranking.rank, default=None)
         of_step = "" if best is None else f", step {best}"
@@ -284,8 +283,12 @@ def _validate_and_save_last(t: Training) -> list[ValidationReport]:
     return reports
 
 
-def write_per_pair(t: Training, path: Path) -> None:
-    """Measure the current policy on every pair of the training and validation sets, and write the metrics to `path`."""
+def write_per_pair(t: Training, path: Path) -> str:
+    """Measure the current policy on every pair of the training and validation sets, and write the metrics to `path`.
+
+    Return a line about the file for the output.
+    """
+    has_replaced = path.exists()
     contexts = {"train": t.context, **{validation.split: validation.context for validation in t.validation_sets}}
     batch_size = t.setup.config.policy.train_global_batch_size
 
@@ -298,6 +301,7 @@ def write_per_pair(t: Training, path: Path) -> None:
     else:
         for _ in tables():  # measured together, written by one
             pass
+    return f"{path}  {described(has_replaced=has_replaced)}"
 
 
 def _measure_export(

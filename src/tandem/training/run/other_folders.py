@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tandem.storage.cache import is_checkpoint
+from tandem.storage.cache import is_checkpoint, is_export, is_run
 from tandem.terminal.commands import with_other_path
 
 # In the directory of a sweep, whose other folders are runs.
@@ -18,6 +18,9 @@ def why_not_a_run(folder: Path) -> str:
         )
     if holds := what_runs_it_holds(folder):
         return holds
+    if is_export(folder):
+        run = run_of_model(folder)
+        return f"it holds a model{'' if run is None else f' of the run {run}'}, not a run"
     kept = sorted(folder.glob("checkpoints/step_*/config.yaml"))
     return f"its config.yaml is missing; {kept[-1]} is a copy" if kept else "it has no config.yaml, so it is not a run"
 
@@ -43,17 +46,25 @@ def run_of_checkpoints(folder: Path) -> Path | None:
 
 
 def run_around(folder: Path) -> Path | None:
-    """Return the run that a folder or a checkpoint belongs to, written as the user wrote the path; None if there is none."""
-    levels = 2 if is_checkpoint(folder) else 1
-    given = folder.parents[levels - 1 : levels] if ".." not in folder.parts else ()
-    return next(
-        (one for one in (*given, folder.resolve().parents[levels - 1]) if (one / "config.yaml").is_file()), None
-    )
+    """Return the run that a folder belongs to, such as a checkpoint or a model; None if there is none.
+
+    It is written as the user wrote the path, if that is possible.
+    """
+    given = [] if ".." in folder.parts else folder.parents[:2]
+    return next((one for one in (*given, *folder.resolve().parents[:2]) if is_run(one)), None)
+
+
+def run_of_model(folder: Path) -> Path | None:
+    """Return the run directory that exported a model; None for a model that is in no run, and for other folders."""
+    return run_around(folder) if is_export(folder) else None
 
 
 def hint_of_run(folder: Path) -> str:
-    """Return a sentence with the command that names the run instead of its folder of checkpoints; for other folders, nothing."""
-    run = run_of_checkpoints(folder)
+    """Return a sentence with the command that names the run instead of its folder of checkpoints, or of its model.
+
+    For other folders, return nothing.
+    """
+    run = run_of_checkpoints(folder) or run_of_model(folder)
     return "" if run is None else f" {with_other_path(folder, run)}"
 
 
