@@ -97,12 +97,12 @@ def test_files_patterns_and_illegal_names_are_not_hub_datasets(path):
     assert not is_hub_name(path)
 
 
-def test_a_path_below_a_folder_that_exists_is_not_a_hub_dataset(tmp_path, monkeypatch):
+def test_a_path_that_exists_is_not_a_hub_dataset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert is_hub_name("acme/pairs")
     (tmp_path / "acme" / "pairs").mkdir(parents=True)
     assert not is_hub_name("acme/pairs")
-    assert not is_hub_name("acme/others")
+    assert is_hub_name("acme/others")
 
 
 def test_subset_and_split_are_read_from_the_readme(hub: StubHub):

@@ -171,19 +171,32 @@ def test_a_missing_file_is_reported_with_its_path(tmp_path):
         ("held-out.jsonl", ", and not the name of a hub dataset (org/name). Did you mean held_out.jsonl?"),
         ("./runs/tandm-1", ", and not the name of a hub dataset (org/name). Did you mean runs/tandem-1?"),
         ("other.jsonl", ", and not the name of a hub dataset (org/name)."),
-        ("runs/tandm-1", ". {path} Did you mean runs/tandem-1?"),
-        ("runs/x", ". {path} runs holds another, tandem-1."),
-        ("empty/x", ". {path}"),
     ],
 )
 def test_a_missing_path_is_reported_with_what_is_near_it(tmp_path, monkeypatch, given, ending):
     monkeypatch.chdir(tmp_path)
-    for folder in ("runs/tandem-1", "runs/another", "runs/.hidden", "empty"):
-        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "runs/tandem-1").mkdir(parents=True)
     (tmp_path / "held_out.jsonl").touch()
     (tmp_path / "held_out.csv").touch()
-    path = f"There is a folder {given.split('/')[0]}, so this is a path and not the name of a hub dataset."
-    assert refused(given) == f"{given}: no such file or folder{ending.format(path=path)}"
+    assert refused(given) == f"{given}: no such file or folder{ending}"
+
+
+@pytest.mark.parametrize(
+    ("given", "ending"),
+    [
+        ("runs/tandm-1", " As a path: no such file or folder. Did you mean runs/tandem-1?"),
+        ("runs/x", " As a path: no such file or folder. runs holds another, tandem-1."),
+        ("empty/x", " As a path: no such file or folder."),
+        ("acme/x", ""),
+    ],
+)
+def test_what_is_not_on_the_hub_may_be_a_path_below_a_folder(tmp_path, monkeypatch, given, ending):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("runs/tandem-1", "runs/another", "runs/.hidden", "empty"):
+        (tmp_path / folder).mkdir(parents=True)
+    message = refused(given)
+    assert message.startswith(f"{given}: ")
+    assert message.endswith(f"or give local files as data_path.{ending}")
 
 
 def test_an_empty_path_is_not_the_current_folder():

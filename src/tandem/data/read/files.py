@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from tandem.config.sections.datasets import DatasetFields
-from tandem.data.read.hub import choose_files, hub_files, is_hub_name, is_written_as_hub_name
+from tandem.data.read.hub import choose_files, hub_files, is_hub_name
 from tandem.errors import DataError, one_line
 from tandem.terminal.printable import listed
 
@@ -54,7 +54,12 @@ def find_files(data_path: str, given: DatasetFields) -> list[SourceFile]:
     if path.exists():
         raise DataError(f"{data_path}: a pipe or a device, not a file or a folder. Write its rows to a file.")
     if is_hub_name(data_path):
-        found = hub_files(data_path, subset=given.subset, split=given.split, revision=given.revision)
+        try:
+            found = hub_files(data_path, subset=given.subset, split=given.split, revision=given.revision)
+        except DataError as error:
+            if path.parent.is_dir():
+                raise DataError(f"{error} As a path: no such file or folder.{_near(path, lists=True)}") from None
+            raise
         return [SourceFile(file, f"{data_path}/{name}") for name, file in found.files.items()]
     if "://" in data_path:
         raise DataError(f"{data_path}: tandem does not download from URLs. {_url_hint(data_path)}")
@@ -63,26 +68,20 @@ def find_files(data_path: str, given: DatasetFields) -> list[SourceFile]:
             f"{data_path}: this file of the cache, with the rows that a call from Python gave, no longer exists. Make the same "
             "call with the same rows again: it writes the file, and resumes the run if it is unfinished."
         )
-    raise DataError(_missing(data_path, path))
+    raise DataError(f"{data_path}: no such file or folder, and not the name of a hub dataset (org/name).{_near(path)}")
 
 
-def _missing(data_path: str, path: Path) -> str:
-    """Return a message about a path that does not exist, with a name in the same folder that is like it."""
+def _near(path: Path, *, lists: bool = False) -> str:
+    """Return a question with a name in the same folder that is like a missing one. `lists`: if there is none, what there is."""
     try:
         names = [one.name for one in islice(path.parent.iterdir(), SEARCHED_NAMES) if not one.name.startswith(".")]
     except OSError:  # there is no such folder, or it cannot be read
-        names = []
+        return ""
     # The endings alone, .jsonl and .jsonl, do not make two names alike.
     stems = difflib.get_close_matches(path.stem, {Path(name).stem for name in names})
-    near = difflib.get_close_matches(path.name, [name for name in names if Path(name).stem in stems], n=1)
-    hint = f" Did you mean {path.parent / near[0]}?" if near else ""
-    if not is_written_as_hub_name(data_path):
-        return f"{data_path}: no such file or folder, and not the name of a hub dataset (org/name).{hint}"
-    holds = f" {path.parent} holds {listed(sorted(names))}." if names and not near else ""
-    return (
-        f"{data_path}: no such file or folder. There is a folder {path.parent}, so this is a path and not the name of a hub "
-        f"dataset.{hint or holds}"
-    )
+    if near := difflib.get_close_matches(path.name, [name for name in names if Path(name).stem in stems], n=1):
+        return f" Did you mean {path.parent / near[0]}?"
+    return f" {path.parent} holds {listed(sorted(names))}." if lists and names else ""
 
 
 def _list_limited(data_path: str, paths: Iterator[Path]) -> list[Path]:

@@ -37,13 +37,9 @@ class HubFiles:
 
 
 def is_hub_name(data_path: str) -> bool:
-    """Whether a data path is the name of a hub dataset: org/name, not a data file, and not below a folder that exists."""
-    return is_written_as_hub_name(data_path) and not Path(data_path).parent.is_dir()
-
-
-def is_written_as_hub_name(data_path: str) -> bool:
-    """Whether a data path has the form org/name. It may be a path too."""
-    return HUB_NAME.fullmatch(data_path) is not None and DATA_FILE.search(data_path) is None
+    """Whether a data path is the name of a hub dataset: org/name, not a data file, and not an existing path."""
+    named = HUB_NAME.fullmatch(data_path) is not None
+    return named and DATA_FILE.search(data_path) is None and not Path(data_path).exists()
 
 
 def hub_files(name: str, *, subset: str | None, split: str | None, revision: str | None) -> HubFiles:
