@@ -307,6 +307,8 @@ def test_a_checkpoint_generates_as_the_model_that_the_run_exported(made, in_this
 def test_folders_that_are_no_run_are_refused(made, tmp_path):
     instead = "Give the directory of a run, or one of its checkpoints."
     assert refused(tmp_path) == f"{tmp_path}: it has no config.yaml, so it is not a run. {instead}"
+    with pytest.raises(ConfigError):  # exit code 2, as for a directory that does not exist
+        export(str(tmp_path))
     assert refused(tmp_path / "x") == f"{tmp_path}/x: there is no such directory. {instead}"
     assert refused(made / "config.yaml") == f"{made}/config.yaml: a file, not a directory. {instead}"
     assert (

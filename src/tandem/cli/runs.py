@@ -40,15 +40,18 @@ def show_runs(
         return
     table.table(COLUMNS, [list_row(run) for run in runs])
     reporter.say(LEGEND)
-    reporter.say("\nSettings other than the defaults" if len(runs) == 1 else "\nSettings in which they differ")
+    reporter.say(
+        "\nData, and settings other than the defaults" if len(runs) == 1 else "\nSettings in which they differ"
+    )
     is_cut = False
     for run, settings in zip(runs, changed_keys(runs), strict=True):
         name, line = f"  {run.name}: ", ", ".join(settings) or "none"
+        is_cut = is_cut or any(one.endswith("…") for one in settings)
         if reporter.console.is_terminal and cell_len(name + line) > reporter.console.width:
             line, is_cut = shortened_settings(settings, reporter.console.width - cell_len(name)), True
         reporter.say(f"{name}{line}", hang=4)
     if is_cut:
-        reporter.say("--json lists every changed setting.")
+        reporter.say("--json lists every changed setting with its complete value.")
     if missing:
         reporter.say("\nRuns of this sweep without results")
     for text in missing:

@@ -12,6 +12,9 @@ from tandem.run_numbers import Interval, accuracy_of, number_in
 from tandem.runs import Record, Run
 from tandem.training.checkpoint.ranking import measured_on
 
+TRAINING_PATH = "data.train.data_path"
+CODE = "run.code."  # followed by FILE.py:FUNCTION; the value is a SHA-256
+
 
 @dataclass(frozen=True, slots=True)
 class Best:
@@ -73,10 +76,19 @@ def validated_record(run: Run) -> Record | None:
 
 
 def differing_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """The keys in which the runs differ, with the value of each run: changed by the user in at least one of them."""
-    keys = dict.fromkeys(key for run in runs for key in run.changed)
+    """The keys in which the runs differ, with the value of each run: changed by the user in at least one of them.
+
+    A run on the bundled pairs, whose path is the default, has the path too. The code of a function is compared among the runs
+    that use the function; that others do not is in the key that names it.
+    """
+    keys = dict.fromkeys([*(key for run in runs for key in run.changed), TRAINING_PATH])
     values = {key: [run.config.get(key) for run in runs] for key in keys}
-    return {key: found for key, found in values.items() if any(one != found[0] for one in found[1:])}
+    return {key: found for key, found in values.items() if _differ(key, found)}
+
+
+def _differ(key: str, values: Sequence[Any]) -> bool:
+    compared = [one for one in values if one is not None] if key.startswith(CODE) else values
+    return any(one != compared[0] for one in compared[1:])
 
 
 def comparison(runs: Sequence[Run]) -> str:

@@ -1,11 +1,14 @@
 """Describes runs for a list: as rows of a table, and as JSON."""
 
+import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 
-from tandem.page.comparison import differing_keys, validated_record
+from tandem.config.sections.datasets import DatasetFields
+from tandem.page.comparison import CODE, TRAINING_PATH, differing_keys, validated_record
 from tandem.page.curves import SEVERITY
 from tandem.page.html import number, percent
 from tandem.page.sections import shown
@@ -18,6 +21,7 @@ LEGEND = (
     "-: not measured"
 )
 MAX_STRUCTURE_CHARACTERS = 60  # of a list or a mapping among the settings
+DIGEST_CHARACTERS = 12  # of a SHA-256
 METRICS = ("loss", "accuracy", "rewards_margin_mean", "rewards_chosen_mean", "rewards_rejected_mean", "kl_per_token")
 
 
@@ -41,10 +45,30 @@ def list_row(run: Run) -> list[str]:
 
 
 def changed_keys(runs: Sequence[Run]) -> list[list[str]]:
-    """Of a single run, its changed keys as key=value; of several, the keys in which they differ."""
-    keys = differing_keys(runs) if len(runs) > 1 else runs[0].changed
-    # A run without a set, for instance, has none of its keys.
-    return [[f"{key}={_shortened(run.config[key])}" for key in keys if key in run.config] for run in runs]
+    """Of a single run, its training data and its changed keys as key=value; of several, the keys in which they differ.
+
+    Of several, the settings that the fewest runs share come first, because they tell a run from the others.
+    """
+    if len(runs) == 1:
+        (run,) = runs
+        keys = dict.fromkeys([TRAINING_PATH, *run.changed] if TRAINING_PATH not in run.changed else run.changed)
+        return [[_setting(key, run) for key in keys if not key.startswith(CODE) and _is_listed(key, run)]]
+    nums = {key: Counter(map(_comparable, values)) for key, values in differing_keys(runs).items()}
+    rows = [[key for key in nums if _is_listed(key, run)] for run in runs]
+    return [
+        [_setting(key, run) for key in sorted(keys, key=lambda key: nums[key][_comparable(run.config[key])])]
+        for keys, run in zip(rows, runs, strict=True)
+    ]
+
+
+def _comparable(value: Any) -> str:
+    """A value as a text, because a list cannot be counted."""
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _is_listed(key: str, run: Run) -> bool:
+    """Whether a setting of a run is listed. A run without a set has none of its keys, and no held-out share is the default."""
+    return key in run.config and not (key == "data.validation_share" and not run.config[key])
 
 
 def shortened_settings(settings: Sequence[str], width: int) -> str:
@@ -61,6 +85,24 @@ def _num_warnings(run: Run) -> str:
     """The number of verdicts that name a problem; of a run without verdicts, which has not ended, a dash."""
     num = sum(SEVERITY.get(verdict.name, "warn") not in ("good", "info") for verdict in run.verdicts)
     return str(num) if run.verdicts else "-"
+
+
+def _setting(key: str, run: Run) -> str:
+    value = run.config[key]
+    if key.startswith(CODE):
+        return f"code of {key.removeprefix(CODE)}=SHA-256 {str(value)[:DIGEST_CHARACTERS]}"
+    if key == "data.train" and isinstance(value, list):
+        value = [_dataset(one) for one in value]
+    return f"{key}={_shortened(value)}"
+
+
+def _dataset(value: Any) -> Any:
+    """The fields of a dataset that differ from their defaults; of one that has no others, its path."""
+    if not isinstance(value, dict):
+        return value
+    defaults = DatasetFields().model_dump()
+    given = {name: field for name, field in value.items() if field != defaults.get(name)}
+    return given["data_path"] if given.keys() == {"data_path"} else given
 
 
 def _shortened(value: Any) -> str:

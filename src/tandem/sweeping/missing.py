@@ -1,5 +1,6 @@
 """Reports what happened to the runs of a sweep that have no directory yet, because they failed early or were not started."""
 
+import re
 from pathlib import Path
 
 from tandem.runs import read_start_of
@@ -8,6 +9,7 @@ from tandem.sweeping.children import message_in
 from tandem.sweeping.plan import read_plan
 from tandem.training.run.other_folders import SWEEP_LOGS
 
+NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # of a run, as a sweep names it
 MAX_LOG_BYTES = 1024 * 1024  # of a run that wrote nothing else
 
 
@@ -19,7 +21,7 @@ def missing_runs(sweep: Path) -> list[str]:
     return [
         f"{name}: {_what_happened(sweep, name, is_running=is_running)}"
         for name in names
-        if Path(name).name == name and not (sweep / name / "config.yaml").is_file()
+        if NAME.fullmatch(name) and not (sweep / name / "config.yaml").is_file()
     ]
 
 

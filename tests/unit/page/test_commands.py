@@ -251,6 +251,68 @@ def test_a_long_mapping_is_shortened_in_the_list_of_settings(tmp_path):
     assert scheduler.endswith("…")
 
 
+def test_the_list_of_runs_says_where_a_shortened_value_is_complete(tmp_path):
+    for number in (1, 2):
+        steps = ", ".join(str(number + step) for step in range(100, 130))
+        make_run(tmp_path / f"runs/a-{number}", config=f"policy:\n  scheduler: [{steps}]\n")
+    shown = tandem("runs", cwd=tmp_path).stdout.splitlines()
+    assert shown[-2].endswith("…")
+    assert shown[-1] == "--json lists every changed setting with its complete value."
+
+
+DEFAULTS = "run: {seed: 42}\n"
+
+
+def settings_of(folder: Path, *configs: str) -> list[list[str]]:
+    """The listed settings of runs with these configurations."""
+    runs = [make_run(folder / f"run-{number}", config=config) for number, config in enumerate(configs)]
+    return changed_keys([open_run(run) for run in runs])
+
+
+def test_settings_that_the_fewest_runs_share_come_first(tmp_path):
+    dpo = "dpo: {max_num_epochs: %d, reference_policy_kl_penalty: %g}\n"
+    assert settings_of(tmp_path, dpo % (2, 0.1), dpo % (1, 0.1), dpo % (1, 0.3), dpo % (1, 0.1)) == [
+        ["dpo.max_num_epochs=2", "dpo.reference_policy_kl_penalty=0.1"],
+        ["dpo.max_num_epochs=1", "dpo.reference_policy_kl_penalty=0.1"],
+        ["dpo.reference_policy_kl_penalty=0.3", "dpo.max_num_epochs=1"],
+        ["dpo.max_num_epochs=1", "dpo.reference_policy_kl_penalty=0.1"],
+    ]
+
+
+def test_the_hash_of_code_is_listed_short_and_only_if_the_code_differs(tmp_path):
+    named = "dpo: {preference_loss: my.py:flat, val_period: %d}\nrun: {code: {'my.py:flat': %s}}\n"
+    assert settings_of(tmp_path / "one", named % (25, "a" * 64)) == [
+        ["data.train.data_path=embedded", "dpo.preference_loss=my.py:flat"]
+    ]
+    assert settings_of(tmp_path / "same", named % (5, "a" * 64), named % (6, "a" * 64), DEFAULTS) == [
+        ["dpo.val_period=5", "dpo.preference_loss=my.py:flat"],
+        ["dpo.val_period=6", "dpo.preference_loss=my.py:flat"],
+        ["dpo.preference_loss=dpo", "dpo.val_period=25"],
+    ]
+    assert settings_of(tmp_path / "two", named % (5, "a" * 64), named % (5, "b" * 64)) == [
+        [f"code of my.py:flat=SHA-256 {letter * 12}"] for letter in "ab"
+    ]
+
+
+def test_a_run_with_a_validation_file_lists_no_held_out_share(tmp_path):
+    held_out, given = "data: {validation_share: 0.1}\n", "data: {validation: {data_path: a.jsonl}}\n"
+    assert settings_of(tmp_path, held_out, given) == [
+        ["data.validation_share=0.1"],
+        ["data.validation.data_path=a.jsonl"],
+    ]
+
+
+def test_the_data_of_a_run_on_the_bundled_pairs_is_listed(tmp_path):
+    several = "data: {train: [{data_path: a.jsonl}, {data_path: b.jsonl, weight: 2}]}\n"
+    assert settings_of(tmp_path / "one", "dpo: {val_period: 5}\n") == [
+        ["data.train.data_path=embedded", "dpo.val_period=5"]
+    ]
+    assert settings_of(tmp_path / "two", DEFAULTS, several) == [
+        ["data.train.data_path=embedded"],
+        ['data.train=["a.jsonl", {"data_path": "b.jsonl", "weight": 2.0}]'],
+    ]
+
+
 def test_a_run_without_validation_has_no_accuracy_in_the_list(tmp_path):
     run = make_run(tmp_path / "run")
     (run / "metrics.jsonl").write_text("".join(json.dumps(record(step)) + "\n" for step in range(1, 11)))
@@ -278,7 +340,7 @@ def test_a_terminal_shows_a_line_of_settings_per_run_and_a_file_all_of_them(tmp_
         make_run(tmp_path / f"runs/a-{number}", config=f"dpo:\n{values}")
     on_terminal = tandem("runs", cwd=tmp_path, CI="", FORCE_COLOR="1", COLUMNS="80").stdout
     assert "\n  a-1: dpo.preference_loss_weight=0.1, dpo.sft_loss_weight=0.1 (+1 more)\n" in on_terminal
-    assert on_terminal.endswith("\n--json lists every changed setting.\n")
+    assert on_terminal.endswith("\n--json lists every changed setting with its complete value.\n")
     in_file = tandem("runs", cwd=tmp_path).stdout
     assert in_file.endswith(
         "\n  a-2: dpo.preference_loss_weight=0.2, dpo.sft_loss_weight=0.2, dpo.label_smoothing=0.2\n"

@@ -285,6 +285,8 @@ def test_the_list_of_runs_says_what_happened_to_those_that_wrote_nothing(tmp_pat
     with locked(tmp_path / "s"):
         (tmp_path / "s/logs/seed-14.log").touch()
         assert listed(monkeypatch, capsys, "s")[2] == "seed-14: no results yet. Its log is s/logs/seed-14.log."
+    (tmp_path / "s/sweep.json").write_text(json.dumps({"runs": [{"name": n} for n in ("../a", "b\0", "c" * 999, 4)]}))
+    assert listed(monkeypatch, capsys, "s") == ["s: no runs. `tandem train` starts one."]
     sweep(["run.seed=12,3"], out="t")
     capsys.readouterr()
     lines = listed(monkeypatch, capsys, "t")
