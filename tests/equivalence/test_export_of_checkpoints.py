@@ -27,7 +27,7 @@ from tandem.generation.records import Sampling
 from tandem.report.reporter import Reporter
 from tandem.storage.cache import write_manifest
 from tandem.terminal.console import SafeConsole
-from tandem.training.run.directory import locked
+from tandem.training.run.lock import locked
 
 pytestmark = pytest.mark.usefixtures("of_a_command")
 

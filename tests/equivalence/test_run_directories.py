@@ -12,7 +12,7 @@ from tandem.errors import CheckpointError, ConfigError
 from tandem.report.reporter import Reporter
 from tandem.terminal.commands import tandem_command
 from tandem.training.checkpoint.checkpoints import checkpoints, step_of
-from tandem.training.run.directory import locked
+from tandem.training.run.lock import locked
 from tandem.training.trainer import train
 
 pytestmark = pytest.mark.usefixtures("of_a_command")

@@ -25,7 +25,7 @@ from tandem.storage.cache import (
     sha256_of,
     write_manifest,
 )
-from tandem.training.run.directory import locked
+from tandem.training.run.lock import locked
 
 
 def names(folder: Path) -> list[str]:

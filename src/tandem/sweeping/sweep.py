@@ -17,7 +17,8 @@ from tandem.sweeping.plan import PlannedRun, Reading, SweepPlan, choose_folder, 
 from tandem.sweeping.records import SweepResult, SweepRun, measured, read_runs
 from tandem.terminal.arguments import in_command, option, same_call
 from tandem.terminal.printable import counted
-from tandem.training.run.directory import is_finished, locked
+from tandem.training.run.directory import is_finished
+from tandem.training.run.lock import locked
 from tandem.training.run.other_folders import SWEEP_FILE, SWEEP_LOGS
 from tandem.training.run.stopping import Stopping, stopped_by_signals
 

@@ -35,13 +35,13 @@ from tandem.training.run.directory import (
     choose_run_dir,
     earlier_run,
     is_finished,
-    locked,
     may_be_extended,
     refuse_others_checkpoints,
 )
 from tandem.training.run.early_stopping import is_exhausted, must_be_kept, restore_exported
 from tandem.training.run.extension import check_extension, refuse_shortening
 from tandem.training.run.finish import finish, write_per_pair
+from tandem.training.run.lock import locked
 from tandem.training.run.stopping import Stopping, stopped_by_signals
 from tandem.training.start.agreement import derived, refuse_different_ranks
 from tandem.training.start.build import Training, build, writes_page

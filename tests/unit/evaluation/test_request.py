@@ -13,7 +13,7 @@ from tandem.config.load import load_config
 from tandem.errors import CheckpointError, ConfigError, DataError
 from tandem.evaluation.request import check_request
 from tandem.terminal.commands import tandem_command
-from tandem.training.run.directory import locked
+from tandem.training.run.lock import locked
 
 pytestmark = pytest.mark.usefixtures("of_a_command")
 

@@ -9,7 +9,7 @@ from tandem.config.sections.policy import Tokenizer
 from tandem.errors import ConfigError
 from tandem.generation.target import find_target
 from tandem.terminal.commands import tandem_command
-from tandem.training.run.directory import locked
+from tandem.training.run.lock import locked
 
 pytestmark = pytest.mark.usefixtures("of_a_command")
 

@@ -25,7 +25,7 @@ from tandem.model.files.tiny import tiny_model
 from tandem.model.load import attention_kind, load_policy, smallest_head
 from tandem.packing.layout import lay_out
 from tandem.terminal.commands import export_call, resume_call
-from tandem.training.run.directory import locked
+from tandem.training.run.lock import locked
 from tandem.training.start.setup import set_up
 
 CPU = torch.device("cpu")

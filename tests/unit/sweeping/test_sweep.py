@@ -27,7 +27,7 @@ from tandem.sweeping.plan import Reading, make_plan
 from tandem.sweeping.records import SweepResult, SweepRun, Tracked
 from tandem.sweeping.show import show_result
 from tandem.sweeping.sweep import sweep
-from tandem.training.run.directory import locked
+from tandem.training.run.lock import locked
 
 pytestmark = pytest.mark.usefixtures("of_a_command")
 

@@ -27,8 +27,9 @@ from tandem.training.checkpoint.checkpoints import (
     set_newer_aside,
 )
 from tandem.training.checkpoint.ranking import Ranking
-from tandem.training.run.directory import FILES, TEMPORARY_NAMES, choose_run_dir, is_finished, locked, refuse_links
+from tandem.training.run.directory import FILES, TEMPORARY_NAMES, choose_run_dir, is_finished, refuse_links
 from tandem.training.run.extension import begin_extension
+from tandem.training.run.lock import locked
 
 BY_AGE = Ranking(None, higher_is_better=False)
 
