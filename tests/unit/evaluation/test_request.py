@@ -87,6 +87,7 @@ def test_code_is_asked_for_only_where_a_file_needs_the_format_of_the_run(coded, 
     assert check_request(str(run), [data]).subject.run == run
     assert check_request("embedded", [data], against=str(run)).against.run == run
     message = (
+        f"{own}:1: no known format fits this row, and the run's own format may not be run. "
         f"{run}/config.yaml: data.train.dataset_name = mine.py:mine names Python code, which would be run. If you trust it, add "
         "--allow-code"
     )

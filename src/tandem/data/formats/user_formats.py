@@ -44,7 +44,9 @@ def own_format(row: SourceRow, names: Iterable[str], refused: Mapping[str, str])
     """
     for name in filter(is_user_function, names):
         if name in refused:
-            raise RefusedCodeError(refused[name])
+            raise RefusedCodeError(
+                f"{row.place}: no known format fits this row, and the run's own format may not be run. {refused[name]}"
+            )
         try:
             converted(row, name)
         except RowError as error:
