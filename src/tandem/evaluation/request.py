@@ -106,28 +106,12 @@ def check_request(
         raise ConfigError(f"{option('beta', beta)}: not a positive number.")
     if per_pair is not None:
         check_per_pair(per_pair)
-    tasks = option("lm_eval", metavar="TASKS")
-    if include_path is not None and not lm_eval:
-        raise ConfigError(f"{option('include_path', include_path)} has no effect without {tasks}. Leave it out.")
-    if limit is not None and not lm_eval:
-        raise ConfigError(f"{option('limit', limit)} has no effect without {tasks}. Leave it out.")
-    if include_path is not None and not include_path.is_dir():
-        raise ConfigError(
-            f"{option('include_path', include_path)}: no such directory. Give a folder with task files (.yaml)."
-        )
+    _check_options_of_tasks(lm_eval, include_path, limit)
     if (model_path := next((path for path in data if _is_model(Path(path))), None)) is not None:
         options = {"against": against, "reference": reference, "beta": beta, "by": by, "per_pair": per_pair}
         options |= {"lm_eval": lm_eval, "include_path": include_path, "limit": limit, "allow_code": allow_code}
         raise ConfigError(_given_as_data(model_path, model, data, options, overrides))
-    subject = _subject("model", model, reference, beta, overrides, allow_code=allow_code)
-    other = None if against is None else _subject("against", against, reference, beta, overrides, allow_code=allow_code)
-    if other is not None and _weights(other.model) == _weights(subject.model):
-        raise ConfigError(
-            f"{option('against', against)}: the same weights as {option('model', model)}, so there is nothing to compare. Give "
-            "another model or run."
-        )
-    if other is not None:
-        subject, other = _with_formats_of(subject, other), _with_formats_of(other, subject)
+    subject, other = _subjects(model, against, reference, beta, overrides, allow_code=allow_code)
     sets = _data_requests(data, subject, tasks=bool(lm_eval))
     refuse_unused_keys(
         overrides,
@@ -153,6 +137,34 @@ def check_request(
         include_path=include_path,
         limit=limit,
     )
+
+
+def _check_options_of_tasks(lm_eval: Sequence[str], include_path: Path | None, limit: int | None) -> None:
+    tasks = option("lm_eval", metavar="TASKS")
+    if include_path is not None and not lm_eval:
+        raise ConfigError(f"{option('include_path', include_path)} has no effect without {tasks}. Leave it out.")
+    if limit is not None and not lm_eval:
+        raise ConfigError(f"{option('limit', limit)} has no effect without {tasks}. Leave it out.")
+    if include_path is not None and not include_path.is_dir():
+        raise ConfigError(
+            f"{option('include_path', include_path)}: no such directory. Give a folder with task files (.yaml)."
+        )
+
+
+def _subjects(
+    model: str, against: str | None, reference: str | None, beta: float | None, overrides: Given, *, allow_code: bool
+) -> tuple[Subject, Subject | None]:
+    """The model to measure, and the one to compare it with, which must have other weights."""
+    subject = _subject("model", model, reference, beta, overrides, allow_code=allow_code)
+    if against is None:
+        return subject, None
+    other = _subject("against", against, reference, beta, overrides, allow_code=allow_code)
+    if _weights(other.model) == _weights(subject.model):
+        raise ConfigError(
+            f"{option('against', against)}: the same weights as {option('model', model)}, so there is nothing to compare. Give "
+            "another model or run."
+        )
+    return _with_formats_of(subject, other), _with_formats_of(other, subject)
 
 
 def _subject(
