@@ -27,6 +27,10 @@ MAX_FILE_BYTES = 4 * 1024**2
 SHOWN_FUNCTIONS = 8
 
 
+class RefusedCodeError(ConfigError):
+    """A file names code of the user's, and the user has not allowed to run it."""
+
+
 @dataclass(frozen=True, slots=True)
 class UserFunction:
     """A function of the user's, its name in the configuration, and the SHA-256 of its file or, without a file, its source.

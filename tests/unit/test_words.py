@@ -21,7 +21,7 @@ from tandem.errors import TandemError
 from tandem.generation.records import EngineSettings
 from tandem.terminal import arguments
 from tandem.terminal.arguments import command_words, option, same_call, setting
-from tandem.terminal.commands import export_call, resume_call
+from tandem.terminal.commands import advice_to_allow_code, export_call, resume_call, tandem_command
 
 SOURCE = Path(tandem.__file__).parent
 FUNCTIONS = (
@@ -271,4 +271,9 @@ def test_code_in_a_file_is_refused_in_the_words_of_the_caller(tmp_path):
     with pytest.raises(TandemError) as error:
         tandem.train(config)
     assert str(error.value) == f"{refused}allow_code=True."
-    assert str(CliRunner().invoke(app, ["train", "--config", str(config)]).exception) == f"{refused}--allow-code."
+    words = ["train", "--config", str(config)]
+    expected = f"{refused}--allow-code: {tandem_command(*words, '--allow-code')}"
+    assert str(CliRunner().invoke(app, words).exception) == expected
+    with command_words(["train", "--from-format", "trl", "--", "--beta", "3"]):
+        command = tandem_command("train", "--from-format", "trl", "--allow-code", "--", "--beta", "3")
+        assert advice_to_allow_code() == f"If you trust it, add --allow-code: {command}"

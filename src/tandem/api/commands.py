@@ -101,6 +101,7 @@ def generate(
     engine: EngineName | EngineSettings = "transformers",
     chat_template: str | Path | None = None,
     out: str | Path | None = None,
+    allow_code: bool = False,
     verbosity: Verbosity = "quiet",
 ) -> Generation:
     """Generate completions: `generate(run, ["Hello"]).records[0]["completions"][0]["completion"]` is a text.
@@ -114,6 +115,7 @@ def generate(
     max_new_tokens: the longest completion. engine: transformers, vllm or http, or its settings (EngineSettings).
     chat_template: a .jinja file, or none for plain text; by default that of the model.
     out: a JSONL file to write instead of returning `records`; the same call continues an incomplete one.
+    allow_code: whether the format function that a run was trained with may read prompts that no known format fits.
     """
     if isinstance(prompts, str):
         _refuse_prompt_text(prompts)
@@ -141,6 +143,7 @@ def generate(
             out=out,
             progress=reporter.progress,
             warn=reporter.warn,
+            allow_code=allow_code,
         )
 
 

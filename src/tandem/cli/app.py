@@ -45,7 +45,7 @@ class CommandGroup(TyperGroup):
 
     def invoke(self, ctx: typer.Context) -> Any:
         try:
-            with command_words():
+            with command_words(ctx.meta[ARGUMENTS]):
                 return super().invoke(ctx)
         except KeyboardInterrupt:
             raise Interrupted(INTERRUPT_HINTS.get(str(ctx.invoked_subcommand), "")) from None

@@ -70,6 +70,10 @@ Out = Annotated[
         help="Write JSON lines to FILE (.jsonl), or continue an incomplete one.",
     ),
 ]
+OwnFormat = Annotated[
+    bool,
+    typer.Option("--allow-code", help="Read --prompts with the run's own format (FILE.py:FUNCTION) if no other fits."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON lines as in --out; with --out, print a summary.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only completions, warnings and errors.")]
 
@@ -97,6 +101,7 @@ def generate_completions(
     concurrency: Concurrency = 8,
     token_ids: TokenIds = False,
     out: Out = None,
+    allow_code: OwnFormat = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -130,7 +135,8 @@ def generate_completions(
         token_ids=token_ids,
     )
     models = name_models(model, compare, settings)
-    _generate(models, sampling, settings, prompts=prompts, prompt=prompt, out=out, as_json=as_json, quiet=quiet)
+    options = {"prompts": prompts, "prompt": prompt, "out": out, "allow_code": allow_code}
+    _generate(models, sampling, settings, **options, as_json=as_json, quiet=quiet)
 
 
 def _generate(
@@ -141,14 +147,18 @@ def _generate(
     prompts: str | None,
     prompt: str | None,
     out: str | None,
+    allow_code: bool,
     as_json: bool,
     quiet: bool,
 ) -> None:
     """Read the prompts, generate, and print or write the completions."""
-    from tandem.generation.generate import export_checkpoints, generate_prompts
+    from tandem.generation.generate import export_checkpoints, generate_prompts, own_formats
     from tandem.generation.prompts import one_prompt, prompts_from
 
-    found, num_skipped = (one_prompt(prompt), 0) if prompt is not None else prompts_from(prompts or "")
+    if prompt is not None:
+        found, num_skipped = one_prompt(prompt), 0
+    else:
+        found, num_skipped = prompts_from(prompts or "", own_formats(models, allow_code=allow_code))
 
     from tandem.report.reporter import Reporter
 

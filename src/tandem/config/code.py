@@ -8,8 +8,8 @@ from tandem.config.losses import LOSS_ARGUMENTS
 from tandem.config.validation import GIVEN_BY_USER
 from tandem.errors import ConfigError
 from tandem.loss.declare import declare_user_loss
-from tandem.terminal.arguments import option
-from tandem.user_code import is_user_function, load_function, was_given
+from tandem.terminal.commands import advice_to_allow_code
+from tandem.user_code import RefusedCodeError, is_user_function, load_function, was_given
 
 LOSS_KEY = "dpo.preference_loss"
 
@@ -27,24 +27,39 @@ class NamedFunction:
     trains: bool
 
 
+@dataclass(frozen=True, slots=True)
+class NamedCode:
+    """The functions that a configuration names."""
+
+    digests: dict[str, str]  # the SHA-256 of those that affect the trained weights, by name
+    refused_formats: dict[str, str]  # why a format was not loaded, by name
+
+
 def load_named_functions(
-    tree: dict[str, Any], origins: dict[str, str], interpolated: Mapping[str, str], *, allow_code: bool
-) -> dict[str, str]:
-    """Load every function that a configuration names. Return the SHA-256 of those that affect the trained weights, by name.
+    tree: dict[str, Any],
+    origins: dict[str, str],
+    interpolated: Mapping[str, str],
+    *,
+    allow_code: bool,
+    needs_formats: bool,
+) -> NamedCode:
+    """Load every function that a configuration names.
 
     `tree`: the values that the user set. `interpolated`: keys whose values contain interpolations, which may refer to values of
-    a file, and this file. Raise ConfigError if a file names a function, unless `allow_code`,
-    or this process passed that function itself.
+    a file, and this file. Raise RefusedCodeError if a file names a function, unless `allow_code`,
+    or this process passed that function itself. Without `needs_formats`, such a format is not loaded.
     """
     named = [one for one in _named_functions(tree) if is_user_function(one.name)]
+    refused: dict[NamedFunction, str] = {}
     for one in named:
         file = None if allow_code or was_given(one.name) else _file_that_names(one.key, origins, interpolated)
         if file is not None:
-            raise ConfigError(
-                f"{file}: {one.key} = {one.name} names Python code, which would be run. If you trust it, add "
-                f"{option('allow_code', True)}."
-            )
-    digests = {}
+            advice = advice_to_allow_code()
+            refused[one] = f"{file}: {one.key} = {one.name} names Python code, which would be run. {advice}"
+            if needs_formats or one.key == LOSS_KEY:
+                raise RefusedCodeError(refused[one])
+    named = [one for one in named if one not in refused]
+    loaded, digests = {one.name for one in named}, {}
     pinned = _mapping(_mapping(tree.get("run")).get("code"))
     for one in named:
         function = load_function(one.key, one.name)
@@ -59,7 +74,7 @@ def load_named_functions(
                 "change, or start a new run."
             )
         digests[one.name] = function.digest
-    return digests
+    return NamedCode(digests, {one.name: why for one, why in refused.items() if one.name not in loaded})
 
 
 def _named_functions(tree: dict[str, Any]) -> Iterator[NamedFunction]:

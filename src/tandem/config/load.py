@@ -67,6 +67,7 @@ class LoadedConfig:
     allows_code: bool = False  # whether the file may name Python code
     from_format: str | None = None  # the trainer that the file was written for, if the user named it
     translation: Translation | None = None  # if the file was written for another trainer
+    refused_formats: Mapping[str, str] = field(default_factory=dict)  # formats that are not loaded, and why
     secrets: Secrets = field(default_factory=Secrets, repr=False, compare=False)  # values to hide in messages
 
     def __repr__(self) -> str:
@@ -145,6 +146,7 @@ def load_config(
     *,
     allow_code: bool = False,
     from_format: str | None = None,
+    needs_formats: bool = True,
 ) -> LoadedConfig:
     """Read a file (or the embedded default), apply overrides, and validate the result.
 
@@ -156,6 +158,7 @@ def load_config(
     allow_env: environment variables whose values a file may send to trackers or the hub.
     allow_code: whether a file may name Python code to run, as FILE.py:FUNCTION. Overrides may.
     from_format: the trainer that the file was written for, such as nemo-rl; None: recognised by its keys.
+    needs_formats: whether a file that names a format may not be read without allow_code.
     """
     SECRETS.clear()
     file, given = _file_and_overrides(config, overrides)
@@ -175,12 +178,13 @@ def load_config(
     found, values = _resolved(tree)
     hidden = {".".join(map(str, place)): value for place, value in from_environment.items()}
     may_be_from_file = {one.key: file for one in found} if file else {}
-    code = load_named_functions(values, origins, may_be_from_file, allow_code=allow_code)
+    permission = {"allow_code": allow_code, "needs_formats": needs_formats}
+    code = load_named_functions(values, origins, may_be_from_file, **permission)
     checked = validate(values, origins, hidden)
     from_files = {one.place: origin_of(one.key, origins) for one in found}
     from_files = {place: origin for place, origin in from_files.items() if origin not in GIVEN_BY_USER}
     return LoadedConfig(
-        config=checked.model_copy(update={"run": checked.run.model_copy(update={"code": code})}),
+        config=checked.model_copy(update={"run": checked.run.model_copy(update={"code": code.digests})}),
         origins=origins,
         from_environment=from_environment,
         file=file,
@@ -189,6 +193,7 @@ def load_config(
         allows_code=allow_code,
         from_format=from_format,
         translation=translation,
+        refused_formats=code.refused_formats,
         secrets=SECRETS.copy(),
     )
 

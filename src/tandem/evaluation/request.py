@@ -1,13 +1,13 @@
 """Resolves what an evaluation is asked for: models, references, data and tasks. Checks them before torch is imported."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tandem.config.code import ChangedCodeError
-from tandem.config.load import Given, Overrides, in_order, load_config
+from tandem.config.load import Given, LoadedConfig, Overrides, in_order, load_config
 from tandem.config.losses import needs_reference
 from tandem.config.schema import Config
 from tandem.config.sections.datasets import DatasetFields
@@ -16,7 +16,8 @@ from tandem.config.sections.policy import Lora
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.config.sections.section import EMBEDDED
 from tandem.embedded.files import VALIDATION
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import CheckpointError, ConfigError, TandemError
+from tandem.evaluation.reading import check_code
 from tandem.evaluation.unused_keys import keys_and_texts, refuse_keys_of_training, refuse_unused_keys
 from tandem.model.files.source import check_path, refuse_missing_model
 from tandem.paths import check_data
@@ -27,8 +28,8 @@ from tandem.terminal.arguments import in_command, option, setting
 from tandem.terminal.commands import finish_or_use_checkpoint, override, tandem_command
 from tandem.training.checkpoint.start_model import TrainedWith, base_of, config_without_data, reference_of
 from tandem.training.run.other_folders import hint_of_run, what_runs_it_holds
+from tandem.user_code import RefusedCodeError, is_user_function
 
-READING_KEYS = ("prompt_key", "chosen_key", "rejected_key")
 LENGTH_KEY = "policy.max_total_sequence_length"
 
 
@@ -54,6 +55,10 @@ class Subject:
     run: Path | None  # or a checkpoint of one
     sets_length: bool  # whether the longest sequence is given, by the run or by an override
     sets_fields: bool  # whether overrides say how data is read
+    own_formats: tuple[
+        str, ...
+    ] = ()  # functions that read files which no known format fits: the run's, then the other run's
+    refused_formats: Mapping[str, str]  # those that may not be run, and why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,26 +106,12 @@ def check_request(
         raise ConfigError(f"{option('beta', beta)}: not a positive number.")
     if per_pair is not None:
         check_per_pair(per_pair)
-    tasks = option("lm_eval", metavar="TASKS")
-    if include_path is not None and not lm_eval:
-        raise ConfigError(f"{option('include_path', include_path)} has no effect without {tasks}. Leave it out.")
-    if limit is not None and not lm_eval:
-        raise ConfigError(f"{option('limit', limit)} has no effect without {tasks}. Leave it out.")
-    if include_path is not None and not include_path.is_dir():
-        raise ConfigError(
-            f"{option('include_path', include_path)}: no such directory. Give a folder with task files (.yaml)."
-        )
-    subject = _subject("model", model, reference, beta, overrides, allow_code=allow_code)
-    other = None if against is None else _subject("against", against, reference, beta, overrides, allow_code=allow_code)
-    if other is not None and _weights(other.model) == _weights(subject.model):
-        raise ConfigError(
-            f"{option('against', against)}: the same weights as {option('model', model)}, so there is nothing to compare. Give "
-            "another model or run."
-        )
+    _check_options_of_tasks(lm_eval, include_path, limit)
     if (model_path := next((path for path in data if _is_model(Path(path))), None)) is not None:
         options = {"against": against, "reference": reference, "beta": beta, "by": by, "per_pair": per_pair}
         options |= {"lm_eval": lm_eval, "include_path": include_path, "limit": limit, "allow_code": allow_code}
-        raise ConfigError(_given_as_data(model_path, subject, data, options, overrides))
+        raise ConfigError(_given_as_data(model_path, model, data, options, overrides))
+    subject, other = _subjects(model, against, reference, beta, overrides, allow_code=allow_code)
     sets = _data_requests(data, subject, tasks=bool(lm_eval))
     refuse_unused_keys(
         overrides,
@@ -129,6 +120,9 @@ def check_request(
         are_of_run=not data and subject.run is not None,
     )
     check_data({one.name: one.fields or DatasetFields(data_path=one.path) for one in sets})
+    for one in (subject, other):
+        if one is not None:
+            check_code(sets, one)
     if not sets and (per_pair is not None or by is not None):
         raise ConfigError(
             f"{option('per_pair')} and {option('by')} describe pairs, but no {option('data')} is given. Add a data file."
@@ -145,16 +139,46 @@ def check_request(
     )
 
 
+def _check_options_of_tasks(lm_eval: Sequence[str], include_path: Path | None, limit: int | None) -> None:
+    tasks = option("lm_eval", metavar="TASKS")
+    if include_path is not None and not lm_eval:
+        raise ConfigError(f"{option('include_path', include_path)} has no effect without {tasks}. Leave it out.")
+    if limit is not None and not lm_eval:
+        raise ConfigError(f"{option('limit', limit)} has no effect without {tasks}. Leave it out.")
+    if include_path is not None and not include_path.is_dir():
+        raise ConfigError(
+            f"{option('include_path', include_path)}: no such directory. Give a folder with task files (.yaml)."
+        )
+
+
+def _subjects(
+    model: str, against: str | None, reference: str | None, beta: float | None, overrides: Given, *, allow_code: bool
+) -> tuple[Subject, Subject | None]:
+    """The model to measure, and the one to compare it with, which must have other weights."""
+    subject = _subject("model", model, reference, beta, overrides, allow_code=allow_code)
+    if against is None:
+        return subject, None
+    other = _subject("against", against, reference, beta, overrides, allow_code=allow_code)
+    if _weights(other.model) == _weights(subject.model):
+        raise ConfigError(
+            f"{option('against', against)}: the same weights as {option('model', model)}, so there is nothing to compare. Give "
+            "another model or run."
+        )
+    return _with_formats_of(subject, other), _with_formats_of(other, subject)
+
+
 def _subject(
     key: str, name: str, reference: str | None, beta: float | None, overrides: Given, *, allow_code: bool
 ) -> Subject:
     own = Path(name) if _has_settings(Path(name)) else None
     if own is None:
-        config = load_config(None, [*overrides, override("policy.model_name", EMBEDDED)]).config
+        loaded = load_config(None, [*overrides, override("policy.model_name", EMBEDDED)])
+        config = loaded.config
         model = named_model(key, name, config.policy)
         compared, dpo = None, Dpo()
     else:
-        config = _loaded_run(own, overrides, allow_code=allow_code)
+        loaded = _loaded_run(own, overrides, allow_code=allow_code)
+        config = loaded.config
         model = model_of_run(key, own, config)
         compared = _reference_of_run(own, config) if needs_reference(config.dpo.preference_loss) else None
         dpo = config.dpo.model_copy(update={"wpo": False})  # weights of pairs change neither rewards nor accuracy
@@ -183,12 +207,28 @@ def _subject(
         run=own,
         sets_length=own is not None or LENGTH_KEY in given,
         sets_fields=any(one.startswith("data.default") for one in given),
+        own_formats=() if own is None else _own_formats(config),
+        refused_formats=loaded.refused_formats,
     )
 
 
-def _loaded_run(run: Path, overrides: Given, *, allow_code: bool) -> Config:
+def _own_formats(config: Config) -> tuple[str, ...]:
+    names = (one.dataset_name for one in config.data.training_sets)
+    return tuple(dict.fromkeys(name for name in names if is_user_function(name)))
+
+
+def _with_formats_of(subject: Subject, other: Subject) -> Subject:
+    """Return a subject that also reads files with the format functions of the run that it is compared with."""
+    return replace(
+        subject,
+        own_formats=(*subject.own_formats, *other.own_formats),
+        refused_formats={**other.refused_formats, **subject.refused_formats},
+    )
+
+
+def _loaded_run(run: Path, overrides: Given, *, allow_code: bool) -> LoadedConfig:
     try:
-        return load_config(str(run / "config.yaml"), overrides, allow_code=allow_code).config
+        return load_config(str(run / "config.yaml"), overrides, allow_code=allow_code, needs_formats=False)
     except ChangedCodeError as error:
         raise ChangedCodeError(f"{error} To evaluate the run with another loss, add dpo.preference_loss=dpo.") from None
 
@@ -283,7 +323,7 @@ def _is_model(path: Path) -> bool:
     return _has_settings(path) or is_export(path)
 
 
-def _given_as_data(path: str, subject: Subject, data: Sequence[str], options: dict[str, Any], overrides: Given) -> str:
+def _given_as_data(path: str, model: str, data: Sequence[str], options: dict[str, Any], overrides: Given) -> str:
     """Return a message about a run or model that is given as data, with the command that compares with it."""
     what = "a run" if is_run(Path(path)) else "a checkpoint" if is_checkpoint(Path(path)) else "a model"
     begin = f"{setting('data', path)}: {what}, not data."
@@ -291,14 +331,33 @@ def _given_as_data(path: str, subject: Subject, data: Sequence[str], options: di
         return f"{begin} Leave it out: {option('against', options['against'])} names the model to compare with."
     compared = options | {"against": path}
     if not in_command():
-        return f"{begin} To compare {subject.name} with it, give {option('against', path)}."
+        return f"{begin} To compare {model} with it, give {option('against', path)}."
     files = [one for one in data if not _is_model(Path(one))]
-    needs_data = not files and not (subject.run is not None and subject.config.data.validation_sets)
+    needs_data = not files and not _has_validation_sets(Path(model))
+    compared["allow_code"] = compared["allow_code"] or _needs_code(model, files, compared, overrides)
     words = [word for name, value in compared.items() if value for word in _option_words(name, value)]
     changes = [one for one in overrides if isinstance(one, str)]
-    command = tandem_command("eval", subject.name, *files, *(["DATA"] if needs_data else []), *changes, *words)
+    command = tandem_command("eval", model, *files, *(["DATA"] if needs_data else []), *changes, *words)
     how = "With DATA, a file of preference pairs, compare" if needs_data else "To compare"
-    return f"{begin} {how} {subject.name} with it: {command}"
+    return f"{begin} {how} {model} with it: {command}"
+
+
+def _has_validation_sets(run: Path) -> bool:
+    if not _has_settings(run):
+        return False
+    loaded = load_config(str(run / "config.yaml"), ["dpo={}"], needs_formats=False)  # no code is needed to know
+    return bool(loaded.config.data.validation_sets)
+
+
+def _needs_code(model: str, files: Sequence[str], options: dict[str, Any], overrides: Given) -> bool:
+    """Whether an evaluation is refused because the configuration of a run names code."""
+    try:
+        check_request(model, files, **options, overrides=overrides)
+    except RefusedCodeError:
+        return True
+    except TandemError:  # reported when the command is run
+        return False
+    return False
 
 
 def _option_words(name: str, value: Any) -> list[str]:

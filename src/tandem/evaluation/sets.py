@@ -1,21 +1,17 @@
-"""Opens the sets of an evaluation: finds out how each is read, tokenises it, and recognises RewardBench's files."""
+"""Opens the sets of an evaluation: tokenises each, and labels the rows by which its results are grouped."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tandem.config.sections.datasets import DatasetFields
-from tandem.data.formats.formats import NOTHING_FITS, detect_format, unused_key
-from tandem.data.formats.paths import with_paths
-from tandem.data.formats.user_formats import converted
-from tandem.data.read.files import SourceFile, find_files
-from tandem.data.read.sources import RowError, SourceRow, read_chunks, rows_of
+from tandem.data.read.files import find_files
 from tandem.data.store.opening import is_prepared, open_store
 from tandem.data.store.processes import Processes
 from tandem.data.store.selection import Preferences
@@ -23,15 +19,13 @@ from tandem.data.store.sets import PERCENT, ProgressBar, percent_of
 from tandem.data.store.token_store import TokenStore
 from tandem.data.text.template import Template
 from tandem.errors import ConfigError, DataError
-from tandem.evaluation.request import READING_KEYS, DataRequest, Subject
-from tandem.evaluation.rewardbench import EXAMPLE_COUNTS, PRIOR_SETS, TIES, ties_kind_and_number
+from tandem.evaluation.reading import SetKind, kind_and_fields, prior_set, rows_in
+from tandem.evaluation.request import DataRequest, Subject
+from tandem.evaluation.rewardbench import EXAMPLE_COUNTS, TIES, ties_kind_and_number
 from tandem.terminal.arguments import option
 from tandem.terminal.printable import listed
-from tandem.user_code import is_user_function
 
-SetKind = Literal["pairs", "RewardBench", "RewardBench 2"]
 SHOWN_ROWS = 3
-REWARDBENCH_2_KEYS = ("prompt", "chosen", "rejected", "num_correct", "total_completions", "subset")  # and id
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +83,7 @@ def open_evaluation_sets(
     opened = []
     with Processes(template) as processes:
         for one in data:
-            kind, fields = _kind_and_fields(one, subject)
+            kind, fields = kind_and_fields(one, subject)
             with bar(f"Tokenising {Path(one.name).name}", PERCENT, unit="%") as advance:
                 try:
                     store = open_store(
@@ -110,73 +104,6 @@ def open_evaluation_sets(
     return OpenSets(tuple(opened))
 
 
-def _kind_and_fields(one: DataRequest, subject: Subject) -> tuple[SetKind, DatasetFields]:
-    """What kind of set it is, and how its rows are read.
-
-    The data keys of a run apply if the first row has them, and its format function if nothing else reads the row; its prompt
-    files always do, because they are part of its prompts.
-    """
-    if one.fields is not None:
-        return "pairs", one.fields.model_copy(update={"data_path": one.path})
-    fields = subject.config.data.default if subject.sets_fields else DatasetFields()
-    fields = fields.model_copy(update={"data_path": one.path})
-    if is_prepared(Path(one.path)):
-        return "pairs", fields
-    files = find_files(one.path, fields)
-    first = next(_rows(files), None)
-    keys: Mapping[str, Any] = {} if first is None else first.value
-    if subject.run is not None and not subject.sets_fields:
-        trained = subject.config.data.training_sets[0]
-        wording = {name: getattr(trained, name) for name in ("prompt_file", "system_prompt_file")}
-        names = {name: getattr(trained, name) for name in READING_KEYS}
-        fits = all(name in keys for name in names.values())
-        if trained.paths_and_labels:
-            names |= {name: getattr(trained, name) for name in ("label_key", "label_values", "columns")}
-            fits = first is not None and _has_format(first, trained)
-        fields = fields.model_copy(update={**wording, **(names if fits else {})})
-        if first is not None and detect_format(first, fields) == NOTHING_FITS and not fields.columns:
-            fields = fields.model_copy(update=_own_format(first, subject.config.data.training_sets))
-    return _kind(keys, files[0].path), fields
-
-
-def _own_format(row: SourceRow, trained: Sequence[DatasetFields]) -> dict[str, str]:
-    """The setting of the first format function of a run that reads the row, or no setting."""
-    for name in (one.dataset_name for one in trained if is_user_function(one.dataset_name)):
-        try:
-            converted(row, name)
-        except RowError as error:
-            if error.kind == "bad":
-                continue
-        return {"dataset_name": name}
-    return {}
-
-
-def _has_format(row: SourceRow, fields: DatasetFields) -> bool:
-    """Whether a row can be read with the paths and label settings of a run."""
-    try:
-        found = detect_format(with_paths(row, fields), fields)
-    except RowError:
-        return False
-    return found != NOTHING_FITS and unused_key(found[0], fields) is None
-
-
-def _kind(keys: Mapping[str, Any], file: Path) -> SetKind:
-    if all(name in keys for name in REWARDBENCH_2_KEYS) and isinstance(keys["chosen"], list):
-        return "RewardBench 2"
-    if all(name in keys for name in ("prompt", "chosen", "rejected")) and (
-        keys.get("subset") in EXAMPLE_COUNTS or _prior_set(keys, file) is not None
-    ):
-        return "RewardBench"
-    return "pairs"
-
-
-def _prior_set(keys: Mapping[str, Any], file: Path) -> str | None:
-    """The prior set that a file of preference-test-sets holds: anthropic_hhh-00000-of-00001.parquet -> anthropic_hhh"""
-    return next(
-        (name for name in (keys.get("subset"), file.name.split("-")[0].split(".")[0]) if name in PRIOR_SETS), None
-    )
-
-
 def _labels(one: DataRequest, fields: DatasetFields, by: str | None) -> dict[str, RowLabels]:
     """The labels of every row, by its place. The file is read a second time: the store keeps tokens only."""
     if is_prepared(Path(one.path)):
@@ -186,9 +113,9 @@ def _labels(one: DataRequest, fields: DatasetFields, by: str | None) -> dict[str
     labels = {}
     files = find_files(one.path, fields)
     for file in files:
-        for row in _rows([file]):
+        for row in rows_in([file]):
             subset = row.value.get("subset")
-            if subset not in EXAMPLE_COUNTS and (prior := _prior_set(row.value, file.path)) is not None:
+            if subset not in EXAMPLE_COUNTS and (prior := prior_set(row.value, file.path)) is not None:
                 subset = prior
             value = "" if by is None else row.value.get(by)
             chosen = row.value.get("chosen")
@@ -241,10 +168,3 @@ def _check_rewardbench_2(labels: Mapping[str, RowLabels]) -> None:
 
 def _as_text(value: Any) -> str:
     return "" if value is None else str(value)
-
-
-def _rows(files: list[SourceFile]) -> Iterator[SourceRow]:
-    """The rows of files that can be parsed."""
-    for file in files:
-        for chunk in read_chunks(file.path, file.name):
-            yield from (row for row in rows_of(chunk) if isinstance(row, SourceRow))

@@ -81,7 +81,8 @@ def request_export(
             f"{option('gguf', True)}, or leave it out."
         )
     given = Path(expand_home(str(run)))
-    loaded = load_config(str(_config_file(given)), [], allow_env, allow_code=allow_code)
+    # Only a measured export reads data.
+    loaded = load_config(str(_config_file(given)), [], allow_env, allow_code=allow_code, needs_formats=measured)
     found = _find(given, checkpoint or None, loaded.config)
     config = _with_options(loaded.config, dtype, form, max_shard_size, found)
     if gguf and config.policy.lora.enabled and not config.export.merge_lora:

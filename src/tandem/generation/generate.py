@@ -12,11 +12,12 @@ from tandem.errors import ConfigError
 from tandem.exporting.cached import export_checkpoint
 from tandem.generation.output import OutputFile, Record, generated_by, prompts_fingerprint, record_of
 from tandem.generation.paths import check_out, check_template
-from tandem.generation.prompts import prompts_from
+from tandem.generation.prompts import OwnFormats, prompts_from
 from tandem.generation.records import Answer, Engine, EngineSettings, Prompt, Request, Sampling
 from tandem.generation.render import Renderer, check_lengths
 from tandem.generation.target import FoundModel, Target, find_target, open_target
 from tandem.model.files.source import check_path
+from tandem.storage.cache import is_checkpoint, is_run
 from tandem.terminal.arguments import option
 from tandem.terminal.printable import counted, escaped
 
@@ -72,6 +73,7 @@ def generate(
     progress: Progress | None = None,
     write: Callable[[str], None] | None = None,
     warn: Callable[[str], None] | None = None,
+    allow_code: bool = False,
 ) -> Generation:
     """Generate completions of every prompt, with the chat template of the model.
 
@@ -79,13 +81,13 @@ def generate(
     name of a model there. compare: another model that gets the same prompts. prompts: a file (JSONL, CSV, Parquet, one per line
     in a .txt, or preference data), or a list of texts, lists of messages and rows. out: a JSONL file to write; the same call
     continues one that is incomplete. progress: a function like `Reporter.progress`. write: receives the text of a single
-    completion while it is generated. warn: receives warnings.
+    completion while it is generated. warn: receives warnings. allow_code: whether a run's own format may read the prompts.
     """
     sampling, engine = sampling or Sampling(), engine or EngineSettings()
     if out is not None:
         check_out(Path(out))
     models = name_models(model, compare, engine)
-    found, num_skipped = prompts_from(prompts)
+    found, num_skipped = prompts_from(prompts, own_formats(models, allow_code=allow_code))
     return generate_prompts(
         models, found, sampling, engine, out=out, progress=progress, write=write, warn=warn, num_skipped=num_skipped
     )
@@ -105,6 +107,12 @@ def name_models(model: str, compare: str | None, engine: EngineSettings) -> list
         if one.target is not None and not Path(one.target.model).exists():  # on the hub, or nowhere
             check_path(one.argument, one.target.model)
     return models
+
+
+def own_formats(models: Sequence[Named], *, allow_code: bool) -> OwnFormats:
+    """The formats of the user's that the models, which are runs or checkpoints, were trained with."""
+    folders = (Path(one.name) for one in models if one.target is not None)
+    return OwnFormats(tuple(one for one in folders if is_run(one) or is_checkpoint(one)), allow_code)
 
 
 def export_checkpoints(models: Sequence[Named], say: Callable[[str], None]) -> None:

@@ -1,10 +1,11 @@
 """Reads prompts: from a text, from a file with a prompt per line or row, or from preference data. Does not import torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tandem.config.load import load_config
 from tandem.config.sections.datasets import DatasetFields
 from tandem.config.sections.section import EMBEDDED
 from tandem.data.formats.formats import NOTHING_FITS, detect_format, read_preference
@@ -18,12 +19,14 @@ from tandem.data.formats.preference import (
     with_system,
 )
 from tandem.data.formats.prompt_files import Wording, read_text_file, why_unreadable
+from tandem.data.formats.user_formats import converted, own_format
 from tandem.data.read.files import SourceFile, find_files
 from tandem.data.read.sources import RowError, SourceRow, read_chunks, rows_of
 from tandem.embedded.files import VALIDATION
 from tandem.errors import ConfigError, DataError
 from tandem.generation.records import Prompt
 from tandem.terminal.printable import listed
+from tandem.user_code import is_user_function
 
 TEXT_SUFFIXES = (".txt", ".text")
 KEYS = DatasetFields()
@@ -41,18 +44,38 @@ class ListedPrompt(SourceRow):
         return f"{self.file}[{self.line}]"
 
 
-def prompts_from(given: str | Path | Sequence[Any]) -> tuple[list[Prompt], int]:
+@dataclass(frozen=True, slots=True)
+class OwnFormats:
+    """The formats of the user's that runs were trained with. They read rows that no known format fits."""
+
+    runs: tuple[Path, ...] = ()  # or checkpoints
+    allow_code: bool = False
+
+    def for_rows_like(self, first: SourceRow) -> tuple[str | None, str]:
+        """The format that reads the rows of a file like its first; if there is none, what an error says about that."""
+        tried: list[str] = []
+        for run in self.runs:
+            file, without = str(run / "config.yaml"), ["dpo={}", "reference={}"]  # the loss is not needed
+            loaded = load_config(file, without, allow_code=self.allow_code, needs_formats=False)
+            names = [one.dataset_name for one in loaded.config.data.training_sets if is_user_function(one.dataset_name)]
+            if (found := own_format(first, names, loaded.refused_formats)) is not None:
+                return found, ""
+            tried += names
+        return None, f" {' and '.join(tried)}, the format of the run, cannot read it either." if tried else ""
+
+
+def prompts_from(given: str | Path | Sequence[Any], own: OwnFormats = OwnFormats()) -> tuple[list[Prompt], int]:
     """The prompts of a file, or those in a list of texts, lists of messages and rows; and how many rows have none.
 
     `embedded` is the bundled validation pairs. Every unusable row is reported in one DataError.
     """
     if isinstance(given, str | Path):
-        return _read_files(str(given))
+        return _read_files(str(given), own)
     values = [dict(one) if isinstance(one, Mapping) else {"prompt": one} for one in given]
     rows = [ListedPrompt(value, "prompts", number) for number, value in enumerate(values)]
     if not rows:
         raise DataError("prompts is empty. Give a list of texts, lists of messages or rows, or the path of a file.")
-    return _collect(rows, "prompts")
+    return _collect(rows, "prompts", own)
 
 
 def one_prompt(text: str) -> list[Prompt]:
@@ -65,11 +88,11 @@ def one_prompt(text: str) -> list[Prompt]:
         raise ConfigError(f"--prompt: {error.message}") from None
 
 
-def _read_files(path: str) -> tuple[list[Prompt], int]:
+def _read_files(path: str, own: OwnFormats) -> tuple[list[Prompt], int]:
     embedded = [SourceFile(VALIDATION, EMBEDDED)]
     files = embedded if path == EMBEDDED else find_files(path, DatasetFields(data_path=path))
     rows = (row for file in files for row in (_lines(file) if file.path.suffix in TEXT_SUFFIXES else _rows(file)))
-    return _collect(rows, path)
+    return _collect(rows, path, own)
 
 
 def _rows(file: SourceFile) -> Iterable[SourceRow | RowError]:
@@ -87,15 +110,21 @@ def _lines(file: SourceFile) -> Iterable[SourceRow]:
             yield SourceRow({"prompt": line.rstrip("\r")}, file.name, number)
 
 
-def _collect(rows: Iterable[SourceRow | RowError], source: str) -> tuple[list[Prompt], int]:
+def _collect(rows: Iterable[SourceRow | RowError], source: str, own: OwnFormats) -> tuple[list[Prompt], int]:
     prompts: list[Prompt] = []
     errors: list[RowError] = []
     num_filtered = 0
+    format_name, hint = None, ""
+    is_first = True
     for row in rows:
         try:
             if isinstance(row, RowError):
                 raise row
-            prompt, tools = _prompt_of(row)
+            if is_first and not _has_prompt(row):
+                format_name, hint = own.for_rows_like(row)
+            is_first = False
+            source_row = row if format_name is None else replace(row, value=converted(row, format_name)[0].value)
+            prompt, tools = _prompt_of(source_row, hint)
         except RowError as error:
             if error.kind == "filtered":
                 num_filtered += 1
@@ -116,8 +145,15 @@ def _collect(rows: Iterable[SourceRow | RowError], source: str) -> tuple[list[Pr
     return prompts, num_filtered
 
 
-def _prompt_of(row: SourceRow) -> tuple[TextOrMessages, tuple[Any, ...]]:
-    """The prompt and tools of a row. A row of preference data gives its prompt even if its completions are unusable."""
+def _has_prompt(row: SourceRow) -> bool:
+    return "prompt" in row.value or "messages" in row.value or detect_format(row, KEYS) != NOTHING_FITS
+
+
+def _prompt_of(row: SourceRow, hint: str) -> tuple[TextOrMessages, tuple[Any, ...]]:
+    """The prompt and tools of a row. A row of preference data gives its prompt even if its completions are unusable.
+
+    `hint`: what an error adds about a row that no format fits.
+    """
     refuse_other_media(row)
     if (found := detect_format(row, KEYS)) != NOTHING_FITS:
         try:
@@ -134,5 +170,5 @@ def _prompt_of(row: SourceRow) -> tuple[TextOrMessages, tuple[Any, ...]]:
     raise RowError(
         row.place,
         "missing key",
-        f"no key prompt or messages, and not preference data. Keys found: {listed(row.value) or 'none'}.",
+        f"no key prompt or messages, and not preference data. Keys found: {listed(row.value) or 'none'}.{hint}",
     )

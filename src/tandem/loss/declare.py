@@ -14,7 +14,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tandem.errors import ConfigError
-from tandem.terminal.arguments import option
+from tandem.terminal.commands import advice_to_allow_code
 from tandem.user_code import UserFunction, is_user_function
 
 if TYPE_CHECKING:
@@ -134,9 +134,7 @@ def loss_of(name: str) -> Loss:
 
 def _not_loaded(name: str) -> Loss:
     def refuse(*_: Any, **__: Any) -> Tensor:
-        raise ConfigError(
-            f"dpo.preference_loss = {name}: this code was not loaded. Add {option('allow_code', True)} if you trust it."
-        )
+        raise ConfigError(f"dpo.preference_loss = {name}: this code was not loaded. {advice_to_allow_code()}")
 
     keys = tuple(dict.fromkeys(key for one in LOSSES.values() for key in one.keys))
     columns = tuple(dict.fromkeys(column for one in LOSSES.values() for column in one.columns if column != "score"))

@@ -6,7 +6,7 @@ Messages are written with the names of Python's arguments. An option has the sam
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,22 +24,29 @@ FLAGS = {
 REPEATED = ("allow_env",)  # options that take one value each; others separate values with commas
 
 _in_command = False  # of this process: a command runs alone in its process
+_given_words: tuple[str, ...] = ()  # of this command, after `tandem`
 
 
 @contextmanager
-def command_words() -> Iterator[None]:
-    """Inside this context, messages name options of the command line."""
-    global _in_command
-    before, _in_command = _in_command, True
+def command_words(given: Sequence[str] = ()) -> Iterator[None]:
+    """Inside this context, messages name options of the command line. `given`: the command that runs, after `tandem`."""
+    global _in_command, _given_words
+    before = _in_command, _given_words
+    _in_command, _given_words = True, tuple(given)
     try:
         yield
     finally:
-        _in_command = before
+        _in_command, _given_words = before
 
 
 def in_command() -> bool:
     """Whether messages are for a user of the command line."""
     return _in_command
+
+
+def given_words() -> tuple[str, ...]:
+    """Return the words of the command that runs, after `tandem`. Empty in a call from Python."""
+    return _given_words
 
 
 def same_call() -> str:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tandem.terminal.arguments import in_command, option
+from tandem.terminal.arguments import given_words, in_command, option
 
 # Text that needs no quotes in an override: not a number or a constant, and without special characters.
 PLAIN_TEXT = re.compile(r"(?!(true|false|null|nan|inf)\Z)[A-Za-z_/][\w/.:-]*", re.IGNORECASE | re.ASCII)
@@ -34,6 +34,16 @@ def with_other_path(given: Path, right: Path) -> str:
     if in_command() and words != sys.argv[1:]:
         return f"The command is then: {tandem_command(*words)}"
     return f"Did you mean {right}?"
+
+
+def advice_to_allow_code() -> str:
+    """Return a sentence that says how to let a file run the code that it names, in a command with the complete command."""
+    words = given_words()
+    advice = f"If you trust it, add {option('allow_code', True)}"
+    if not words:
+        return f"{advice}."
+    end = words.index("--") if "--" in words else len(words)
+    return f"{advice}: {tandem_command(*words[:end], '--allow-code', *words[end:])}"
 
 
 def resume_call(run: str) -> str:

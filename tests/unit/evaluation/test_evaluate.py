@@ -458,6 +458,9 @@ def test_the_format_function_of_a_run_reads_a_file_that_no_format_fits(run, tmp_
     found = evaluate(str(changed), [usual, own], allow_code=True)
     assert [group.num_pairs for group in found.by_set] == [2, 2]
     assert found.by_set[0].rewards_margin == found.by_set[1].rewards_margin
+    assert evaluate(str(changed), [usual]).total.num_pairs == 2  # a file that needs no code needs no permission
+    # Another model reads the file with the format of the run that it is compared with, so that both have the same pairs.
+    assert evaluate(str(MODEL), [own], against=str(changed), allow_code=True).comparison.num_pairs == 2
     # A file that the function cannot read either: the advice is about the keys of its rows, not about the function.
     with pytest.raises(
         DataError, match=r"none of the keys prompt, chosen, rejected\. Keys found: a\. Set data\.default"

@@ -12,8 +12,10 @@ import yaml
 from tandem.config.load import load_config
 from tandem.errors import CheckpointError, ConfigError, DataError
 from tandem.evaluation.request import check_request
+from tandem.terminal.arguments import command_words
 from tandem.terminal.commands import tandem_command
 from tandem.training.run.lock import locked
+from tandem.user_code import RefusedCodeError
 
 pytestmark = pytest.mark.usefixtures("of_a_command")
 
@@ -63,6 +65,65 @@ def test_a_run_whose_loss_changed_is_evaluated_with_another(run, data, tmp_path,
         "Undo the change, or start a new run. To evaluate the run with another loss, add dpo.preference_loss=dpo."
     )
     assert check_request(str(run), [data], overrides=["dpo.preference_loss=dpo"]).subject.dpo.preference_loss == "dpo"
+
+
+@pytest.fixture
+def coded(run, tmp_path, monkeypatch):
+    """The run, trained with a format function; and a file that only this function reads."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "def mine(row):\n    return {'prompt': row['ask'], 'chosen': row['good'], 'rejected': row['bad']}\n"
+    )
+    (tmp_path / "own.jsonl").write_text(json.dumps({"ask": "Hi", "good": "yes", "bad": "no"}) + "\n")
+    (tmp_path / "train.jsonl").write_text((tmp_path / "own.jsonl").read_text())
+    keys = ["data.train.data_path=train.jsonl", "data.train.dataset_name=mine.py:mine"]
+    (run / "config.yaml").write_text(load_config(None, keys).as_yaml())
+    (tmp_path / "mine.py").write_text("raise AssertionError('must not be run')")
+    return run, "own.jsonl"
+
+
+def test_code_is_asked_for_only_where_a_file_needs_the_format_of_the_run(coded, data):
+    run, own = coded
+    assert check_request(str(run), [data]).subject.run == run
+    assert check_request("embedded", [data], against=str(run)).against.run == run
+    message = (
+        f"{own}:1: no known format fits this row, and the run's own format may not be run. "
+        f"{run}/config.yaml: data.train.dataset_name = mine.py:mine names Python code, which would be run. If you trust it, add "
+        "--allow-code"
+    )
+    assert refused(str(run), [own], error=RefusedCodeError) == f"{message}."
+    assert refused("embedded", [data, own], against=str(run), error=RefusedCodeError) == f"{message}."
+    with command_words(["eval", str(run), own]):
+        command = tandem_command("eval", str(run), own, "--allow-code")
+        assert refused(str(run), [own], error=RefusedCodeError) == f"{message}: {command}"
+    assert "must not be run" in refused(str(run), [own], allow_code=True)
+
+
+def test_validation_sets_that_need_code_are_refused_without_permission(coded):
+    run, own = coded
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    tree["data"]["validation"] = {"data_path": own, "dataset_name": "mine.py:mine"}
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert "data.validation.dataset_name = mine.py:mine names" in refused(str(run), error=RefusedCodeError)
+    tree["data"] |= {"default": {"dataset_name": "mine.py:mine"}, "validation": None}
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    overrides = ["data.default.prompt_key=ask"]
+    assert "names Python code" in refused(str(run), [own], overrides=overrides, error=RefusedCodeError)
+
+
+def test_a_run_given_as_data_is_compared_with_its_code_where_that_is_needed(coded, data, tmp_path):
+    other, own = coded
+    run = tmp_path / "plain"
+    shutil.copytree(other, run)
+    (run / "config.yaml").write_text(load_config(None, []).as_yaml())
+    for files, more in (([], []), ([data], []), ([own], ["--allow-code"])):
+        command = tandem_command("eval", str(run), *files, "--against", str(other), *more)
+        assert refused(str(run), [str(other), *files]).endswith(f"To compare {run} with it: {command}")
+    (tmp_path / "mine.py").write_text("def mine(pairs, *, beta):\n    return -beta * pairs.ratios.margin\n")
+    (other / "config.yaml").write_text(load_config(None, ["dpo.preference_loss=mine.py:mine"]).as_yaml())
+    for model, named in ((run, other), (other, run)):  # the loss of each is needed on any file
+        command = tandem_command("eval", str(model), "--against", str(named), "--allow-code")
+        assert refused(str(model), [str(named)]).endswith(f"To compare {model} with it: {command}")
 
 
 def test_a_run_without_data_is_measured_on_its_validation_sets(run):

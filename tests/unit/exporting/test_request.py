@@ -60,3 +60,11 @@ def test_a_checkpoint_that_was_removed_is_named_as_such(tmp_path, settings, aske
         f"--checkpoint {asked}: {run}/checkpoints has no such checkpoint{reason}. Use best, latest, or one of these: step_5, "
         "step_10."
     )
+
+
+def test_only_a_measured_export_needs_the_code_of_the_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("raise AssertionError('must not be run')")
+    run = make_run(tmp_path / "run", config="data: {train: {data_path: a.jsonl, dataset_name: 'mine.py:mine'}}\n")
+    assert "names Python code, which would be run" in refused(run)
+    assert request_export(run, measured=False).checkpoint.step == 10

@@ -1,12 +1,16 @@
-"""Prompts are read from text, rows and preference data; a bad row ends in one message."""
+"""Prompts are read from text, rows, preference data and rows of a format of the user's; a bad row ends in one message."""
 
 import json
 
 import pytest
 
+from tandem.config.load import load_config
 from tandem.data.formats.preference import Message
 from tandem.errors import ConfigError, DataError
-from tandem.generation.prompts import one_prompt, prompts_from
+from tandem.generation.prompts import OwnFormats, one_prompt, prompts_from
+from tandem.terminal.arguments import command_words
+from tandem.terminal.commands import tandem_command
+from tandem.user_code import RefusedCodeError
 
 
 def rows(path, *values):
@@ -126,3 +130,59 @@ def test_the_first_bad_rows_are_listed_together(tmp_path):
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ConfigError, match=r"^--prompt is empty\. Give a text\.$"):
         one_prompt(" ")
+
+
+@pytest.fixture
+def coded(tmp_path, monkeypatch):
+    """A run that was trained with a format function, which leaves out rows without an answer."""
+    monkeypatch.chdir(tmp_path)
+    code = """def mine(row):
+    if not row['bad']:
+        return None
+    return {'prompt': [{'role': 'user', 'content': row['ask']}], 'chosen': row['good'], 'rejected': row['bad']}
+"""
+    (tmp_path / "mine.py").write_text(code)
+    (tmp_path / "run").mkdir()
+    keys = ["data.train.data_path=train.jsonl", "data.train.dataset_name=mine.py:mine"]
+    (tmp_path / "run" / "config.yaml").write_text(load_config(None, keys).as_yaml())
+    return tmp_path / "run"
+
+
+OWN_ROWS = [{"ask": "Why?", "good": "So.", "bad": "No."}, {"ask": "How?", "good": "So.", "bad": ""}]
+
+
+def test_the_format_function_of_a_run_reads_prompts_that_no_format_fits(coded, tmp_path):
+    own = OwnFormats((coded,), allow_code=True)
+    file = rows(tmp_path / "own.jsonl", *OWN_ROWS)
+    for given in (str(file), OWN_ROWS):
+        (found,), num_skipped = prompts_from(given, own)
+        assert (found.prompt, found.row, num_skipped) == ((Message("user", "Why?"),), OWN_ROWS[0], 1)
+    assert prompts_from(["Hi"], own)[0][0].prompt == "Hi"
+
+
+def test_the_format_function_of_a_run_is_run_only_where_it_is_needed_and_allowed(coded, tmp_path):
+    (tmp_path / "mine.py").write_text("raise AssertionError('must not be run')")
+    own, file = OwnFormats((coded,)), rows(tmp_path / "own.jsonl", *OWN_ROWS)
+    known = rows(tmp_path / "known.jsonl", {"prompt": "Hi", "chosen": "yes", "rejected": "no"})
+    assert prompts_from(str(known), own)[0][0].prompt == "Hi"
+    expected = (
+        f"{file}:1: no known format fits this row, and the run's own format may not be run. {coded}/config.yaml: "
+        "data.train.dataset_name = mine.py:mine names Python code, which would be run. If you trust it, add "
+    )
+    with pytest.raises(RefusedCodeError) as error:
+        prompts_from(str(file), own)
+    assert str(error.value) == f"{expected}allow_code=True."
+    with command_words(["generate", "run", "--prompts", "own.jsonl"]), pytest.raises(RefusedCodeError) as error:
+        prompts_from(str(file), own)
+    command = tandem_command("generate", "run", "--prompts", "own.jsonl", "--allow-code")
+    assert str(error.value) == f"{expected}--allow-code: {command}"
+
+
+def test_rows_that_the_format_of_the_run_cannot_read_either_are_refused_as_such(coded, tmp_path):
+    file = rows(tmp_path / "ask.jsonl", {"ask": "Why?"})
+    with pytest.raises(DataError) as error:
+        prompts_from(str(file), OwnFormats((coded,), allow_code=True))
+    assert str(error.value) == (
+        f"{file}:1: no key prompt or messages, and not preference data. Keys found: ask. mine.py:mine, the format of the run, "
+        "cannot read it either."
+    )

@@ -1,6 +1,6 @@
 """Formats of the user's: a function turns a row into a row of a known format, which is then read and checked as any other."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tandem.config.sections.datasets import DatasetFields
@@ -8,7 +8,7 @@ from tandem.data.formats.formats import NOTHING_FITS, PARTS, detect_format
 from tandem.data.read.sources import RowError, SourceRow, kind_of
 from tandem.errors import one_line
 from tandem.terminal.printable import listed
-from tandem.user_code import is_user_function, known_function
+from tandem.user_code import RefusedCodeError, is_user_function, known_function
 
 REASON = "format function"
 
@@ -35,6 +35,25 @@ def converted(row: SourceRow, name: str) -> tuple[SourceRow, str]:
     if format_name == NOTHING_FITS and not all(part in made for part in PARTS):
         raise RowError(row.place, REASON, f"{name} returned the keys {listed(made) or 'none'}, {_expected()}")
     return found, format_name[0]
+
+
+def own_format(row: SourceRow, names: Iterable[str], refused: Mapping[str, str]) -> str | None:
+    """Return the first name of a function of the user's that reads a row, or leaves it out; None if there is none.
+
+    `refused`: functions that may not be run, and why. Raise RefusedCodeError where one of them would be.
+    """
+    for name in filter(is_user_function, names):
+        if name in refused:
+            raise RefusedCodeError(
+                f"{row.place}: no known format fits this row, and the run's own format may not be run. {refused[name]}"
+            )
+        try:
+            converted(row, name)
+        except RowError as error:
+            if error.kind == "bad":
+                continue
+        return name
+    return None
 
 
 def _expected() -> str:
