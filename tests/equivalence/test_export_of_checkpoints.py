@@ -377,8 +377,9 @@ def test_a_folder_of_someone_else_is_never_written_to(made, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")
-    instead = "tandem does not overwrite it. Choose another folder, or delete this one."
+    instead = "tandem does not overwrite it. Choose a folder that does not exist yet."
     assert refused(made, out=mine) == f"--out {mine}: not empty, and {instead}"
+    assert refused(made, out=made) == f"--out {made}: a run, and {instead}"
     assert contents(mine) == {"thesis.txt": b"years of work"}
     assert (
         refused(made, out=mine / "thesis.txt")

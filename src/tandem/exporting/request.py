@@ -15,7 +15,7 @@ from tandem.config.validation import dtype_meant
 from tandem.errors import CheckpointError, ConfigError
 from tandem.exporting.gguf import find_converter
 from tandem.exporting.hub import check_repository
-from tandem.storage.cache import is_checkpoint, is_export, read_json, real_path, sha256_of
+from tandem.storage.cache import is_checkpoint, is_export, is_run, read_json, real_path, sha256_of
 from tandem.storage.ownership import lock_holder, step_in
 from tandem.terminal.arguments import option
 from tandem.terminal.commands import resume_call
@@ -260,8 +260,9 @@ def _is_written(folder: Path, made_of: dict[str, str], step: int) -> bool:
     if record.get("made_of") == made_of and is_export(folder):
         return True
     if "step" not in record:
+        what = "a run" if is_run(folder) else "not empty"
         raise ConfigError(
-            f"{option('out', folder)}: not empty, and tandem does not overwrite it. Choose another folder, or delete this one."
+            f"{option('out', folder)}: {what}, and tandem does not overwrite it. Choose a folder that does not exist yet."
         )
     another = folder.with_name(f"{folder.name}-step_{step}")
     choose = "Choose another folder" if os.path.lexists(another) else f"Choose another folder, such as {another}"

@@ -80,6 +80,7 @@ class Chat:
     ):
         self._speakers, self._console, self._write, self._write_error = speakers, console, write, write_error
         self._system: str | None = None
+        self._system_of_answers: list[str | None] = []  # of each question so far
         self.exit_code = 0  # of the first turn or command that failed
 
     def handle(self, line: str) -> bool:
@@ -105,6 +106,7 @@ class Chat:
         if name == "/reset":
             for speaker in self._speakers:
                 speaker.turns.clear()
+            self._system_of_answers.clear()
             self._say("New conversation.")
         elif name == "/system":
             self._system = argument or None
@@ -128,13 +130,16 @@ class Chat:
             return
         for speaker in self._speakers:
             del speaker.turns[-2:]
+        self._system_of_answers.pop()
         self._say("Took back the last question.")
 
     def _save(self, file: str) -> None:
         if not file:
             raise ConfigError("/save: no file. Write /save FILE.")
+        # With the system message that the last answer was given under, even if another one has been set since.
+        system = self._system_of_answers[-1] if self._system_of_answers else self._system
         lines = [
-            json.dumps({"messages": as_dicts(self._messages(speaker)), "model": speaker.name}, ensure_ascii=False)
+            json.dumps({"messages": as_dicts(_messages(system, speaker)), "model": speaker.name}, ensure_ascii=False)
             for speaker in self._speakers
         ]
         if "\0" in file:
@@ -149,11 +154,8 @@ class Chat:
             if full_disk(error):
                 raise DiskError(f"/save {file}: the disk is full. Free some space, or choose another file.") from None
             raise ConfigError(f"/save {file}: {error.strerror}. Choose another file.") from None
-        self._say(f"Saved to {file}.")
-
-    def _messages(self, speaker: Speaker) -> tuple[Message, ...]:
-        system = [Message("system", self._system)] if self._system else []
-        return (*system, *speaker.turns)
+        note = " with the system message of the last answer; earlier answers had another one"
+        self._say(f"Saved to {file}{note if len(set(self._system_of_answers)) > 1 else ''}.")
 
     def _ask(self, text: str) -> None:
         """Send a question to every speaker. If one cannot answer, nobody's conversation changes."""
@@ -165,10 +167,11 @@ class Chat:
             show_answers(texts, self._console)
         for speaker in self._speakers:
             speaker.turns += [Message("user", text), Message("assistant", answers[speaker.name][0])]
+        self._system_of_answers.append(self._system)
 
     def _answer(self, speaker: Speaker, text: str) -> tuple[str, str]:
         """The answer of a speaker and how it ended, shown while it is generated if nobody else answers. Ctrl-C ends it early."""
-        turns = (*self._messages(speaker), Message("user", text))
+        turns = (*_messages(self._system, speaker), Message("user", text))
         prompt = Prompt(0, "this conversation", turns)
         one = Sampling(num_samples=1)
         try:
@@ -201,6 +204,10 @@ class Chat:
 
     def _say(self, text: str) -> None:
         self._write(f"{text}\n")
+
+
+def _messages(system: str | None, speaker: Speaker) -> tuple[Message, ...]:
+    return (*([Message("system", system)] if system else []), *speaker.turns)
 
 
 def read_lines(stream: TextIO, prompt: str = "> ") -> Iterator[str]:

@@ -100,7 +100,10 @@ def name_models(model: str, compare: str | None, engine: EngineSettings) -> list
     if model == compare:
         raise ConfigError(f"{option(COMPARE, compare)}: the same as {option(MODEL)}. Give another model.")
     models = [
-        Named(argument, name, None if engine.name == "http" else find_target(argument, name))
+        # A path is written in one way, runs/a and not runs/a/, because --out continues files of the same model.
+        Named(argument, name, None)
+        if engine.name == "http"
+        else Named(argument, str(Path(name)), find_target(argument, name))
         for argument, name in given
     ]
     for one in models:

@@ -12,7 +12,7 @@ from tandem import __version__
 from tandem.errors import ConfigError, DataError, DiskError, full_disk
 from tandem.generation.paths import check_out
 from tandem.generation.records import Answer, Prompt, as_json_prompt
-from tandem.storage.cache import fingerprint, replacing
+from tandem.storage.cache import fingerprint, real_path, replacing
 from tandem.storage.ownership import open_own
 from tandem.terminal.arguments import option, same_call
 from tandem.terminal.printable import listed
@@ -113,6 +113,12 @@ class OutputFile:
     def refuse_other_models(self, models: Sequence[str]) -> None:
         for number, record in self._records:
             model = record["generated_by"].get("model")
+            same = next((one for one in models if real_path(one) == real_path(str(model))), None)
+            if model not in models and same is not None:
+                raise ConfigError(
+                    f"{self.path}:{number}: made with the model {model}, which is {same}. To continue the file, give it as "
+                    f"{model}."
+                )
             if model not in models:
                 raise ConfigError(
                     f"{self.path}:{number}: made with the model {model}, not {listed(models)}. Choose another file."

@@ -111,6 +111,18 @@ def test_a_conversation_is_saved_to_a_new_file_only(tmp_path):
     ]
 
 
+def test_a_conversation_is_saved_with_the_system_message_of_its_last_answer(tmp_path):
+    said, _ = talk("/system Be kind.", "hi", "/system", f"/save {tmp_path}/a", "ho", f"/save {tmp_path}/b", "/undo")
+    assert said.splitlines()[3:] == [
+        f"Saved to {tmp_path}/a.",
+        "3:ho",
+        f"Saved to {tmp_path}/b with the system message of the last answer; earlier answers had another one.",
+        "Took back the last question.",
+    ]
+    [kind, none] = [json.loads((tmp_path / name).read_text())["messages"][0] for name in "ab"]
+    assert (kind, none) == ({"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"})
+
+
 def test_a_file_that_cannot_be_written_is_reported_and_nothing_is_left(tmp_path, monkeypatch):
     said, goes_on = talk(f"/save {tmp_path}/no/x", "/save a\0b", "/save ~nobody\0")
     assert (said.splitlines(), goes_on) == (

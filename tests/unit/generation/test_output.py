@@ -65,6 +65,20 @@ def test_lines_of_two_models_are_kept_apart_and_sorted_by_model(tmp_path):
     assert str(error.value) == f"{out}:2: made with the model base, not m. Choose another file."
 
 
+def test_a_model_under_another_path_is_told_how_to_continue(tmp_path):
+    out, model = tmp_path / "out.jsonl", tmp_path / "m"
+    model.mkdir()
+    with OutputFile(out) as file:
+        file.write(record(0, made(f"{tmp_path}/../{tmp_path.name}/m")))
+    with OutputFile(out) as file, pytest.raises(ConfigError) as error:
+        file.refuse_other_models([str(model)])
+    other = f"{tmp_path}/../{tmp_path.name}/m"
+    assert (
+        str(error.value)
+        == f"{out}:1: made with the model {other}, which is {model}. To continue the file, give it as {other}."
+    )
+
+
 def test_a_file_of_other_settings_is_refused_with_the_differences(tmp_path):
     out = tmp_path / "out.jsonl"
     with OutputFile(out) as file:

@@ -95,3 +95,13 @@ def test_random_keys_depend_on_seed_sample_ids_and_repeat_but_not_on_the_number_
     assert key() == key(index=7)
     others = [key(), key(seed=1), key(sample=1), key(ids=(12,)), key(repeat=1)]
     assert len(set(others)) == 5
+
+
+def test_a_path_of_a_model_is_written_in_one_way(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    [named] = name_models(f"{folder}/./", None, EngineSettings())
+    assert named.name == str(folder)
+    [served] = name_models("org/name/", None, EngineSettings(name="http", base_url="http://127.0.0.1:1"))
+    assert served.name == "org/name/"
