@@ -37,7 +37,7 @@ class Report:
 
     page: Path
     runs: tuple[Run, ...]
-    best: Best | None  # of several runs, the one with the highest accuracy on the same pairs
+    best: Best | None  # of several finished runs, the one with the highest accuracy on the same pairs
     has_replaced: bool  # whether an earlier page was at this path
     left_out: tuple[
         str, ...

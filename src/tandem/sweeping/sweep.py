@@ -9,7 +9,6 @@ from tandem.page.comparison import best_of
 from tandem.page.html import duration
 from tandem.page.write import COMPARISON, write_report
 from tandem.report.reporter import Reporter
-from tandem.runs import Run
 from tandem.storage.ownership import remove_abandoned
 from tandem.sweeping.children import Ended, Task, train_all
 from tandem.sweeping.parallel import choose_environments, refuse_parallel, uses_several_gpus
@@ -173,8 +172,7 @@ def _result(plan: SweepPlan, folder: Path, runs: Sequence[SweepRun]) -> SweepRes
     """Read the results of all runs, and write the page that compares them."""
     read = read_runs(runs)
     records = tuple(measured(run, read.get(run.name)) for run in runs)
-    finished: list[Run] = [read[run.name] for run in runs if run.status == "finished" and run.name in read]
-    best = best_of(finished)
+    best = best_of(list(read.values()))
     page = None if not read else write_report([run.path for run in read.values()], folder / COMPARISON).page
     return SweepResult(
         folder=folder,

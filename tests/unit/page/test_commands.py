@@ -58,7 +58,7 @@ def test_several_runs_as_json(tmp_path):
     assert (tmp_path / "comparison.html").is_file()
     assert tandem("report", *runs, cwd=tmp_path).stdout == (
         "comparison.html is written and replaces the earlier page: open it in a browser.\n"
-        "Best accuracy: b. The intervals of all other runs are below it.\n"
+        "Best accuracy: b. The intervals of all other finished runs are below it.\n"
     )
 
 

@@ -131,9 +131,11 @@ def test_the_table_has_no_results_of_a_run_that_failed(tmp_path, capsys):
         name="a", path=tmp_path, values=(), status="finished", log=tmp_path, accuracy=accuracy, tracked=tracked
     )
     runs = (ended, replace(ended, name="b", status="failed"))
-    show_result(SweepResult(folder=tmp_path, swept=("run.seed",), runs=runs), Reporter("normal"))
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["a", "50.0", "%", "40.0", "%", "to", "60.0", "%", "0.6931", "0"] in rows
+    show_result(SweepResult(folder=tmp_path, swept=("run.seed",), runs=runs, best=ended), Reporter("normal"))
+    out = capsys.readouterr().out
+    assert "same accuracy" not in out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["*", "a", "50.0", "%", "40.0", "%", "to", "60.0", "%", "0.6931", "0"] in rows
     assert ["b", "failed", "-", "-", "-"] in rows
 
 
