@@ -29,9 +29,10 @@ from tandem.terminal.commands import with_other_path
 from tandem.terminal.printable import escaped
 from tandem.training.checkpoint.ranking import Record, measured_on, records_in
 from tandem.training.run.directory import stored_config
+from tandem.training.run.failure import failure_of
 from tandem.training.run.other_folders import SWEEP_FILE, run_around, run_of_checkpoints, why_not_a_run
 
-Status = Literal["finished", "running", "stopped"]
+Status = Literal["finished", "running", "stopped", "failed"]  # failed: in a sweep, which says so in its log
 T = TypeVar("T")
 
 MIB = 1024 * 1024
@@ -100,6 +101,7 @@ class Run:
     setup: Mapping[str, Any]  # setup.json: data, settings, versions, a pack
     pairs: Mapping[str, Any]  # pairs.json: the pairs of the newest validation
     gpu: Sequence[Mapping[str, float]]  # logs/gpu.jsonl
+    error: str | None = None  # of a run that failed in a sweep: the first line
     problems: Sequence[str] = field(default=())  # what could not be read, in sentences
 
     def __repr__(self) -> str:
@@ -151,9 +153,11 @@ def open_run(path: str | Path) -> Run:
     for record in records:
         if record["split"].startswith("validation-"):
             validations.setdefault(record["split"], []).append(record)
+    status = status_of(folder)
     return Run(
         path=folder,
-        status=status_of(folder),
+        status=status,
+        error=failure_of(folder) if status == "failed" else None,
         config=config,
         changed=changed,
         steps=[record for record in records if record["split"] == "train" and record["step"] > 0],
@@ -175,11 +179,6 @@ def open_run(path: str | Path) -> Run:
 def stored_pairs(folder: Path) -> Mapping[str, Any]:
     """The content of pairs.json alone; empty if there is none."""
     return _Reader(folder).mapping("pairs.json")
-
-
-def read_start_of(folder: Path, name: str, limit: int) -> bytes | None:
-    """Return at most the first `limit` bytes of a file in a folder; None if it is missing or refused."""
-    return _Reader(folder)._bytes(name, limit, cut=True)
 
 
 def list_runs(folder: str | Path, each: Callable[[list[Path]], Iterable[Path]] = iter) -> list[Run]:
@@ -226,10 +225,12 @@ def _listing() -> str:
 
 
 def status_of(folder: Path) -> Status:
-    """Whether a run has exported its model, or a process holds its lock, or neither."""
+    """Whether a run has exported its model, or a process holds its lock, or its sweep says that it failed, or neither."""
     if is_export(folder / "model"):
         return "finished"
-    return "stopped" if lock_holder(folder) is None else "running"
+    if lock_holder(folder) is not None:
+        return "running"
+    return "stopped" if failure_of(folder) is None else "failed"
 
 
 def _result(split: str, records: Sequence[Record]) -> Result:

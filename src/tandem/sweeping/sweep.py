@@ -17,6 +17,7 @@ from tandem.sweeping.records import SweepResult, SweepRun, measured, read_runs
 from tandem.terminal.arguments import in_command, option, same_call
 from tandem.terminal.printable import counted
 from tandem.training.run.directory import is_finished
+from tandem.training.run.failure import append_failure
 from tandem.training.run.lock import locked
 from tandem.training.run.other_folders import SWEEP_FILE, SWEEP_LOGS
 from tandem.training.run.stopping import Stopping, stopped_by_signals
@@ -144,6 +145,7 @@ class _Training:
         else:
             error = outcome.error or "it ended without an exported model"
             self._states[task.name] = replace(run, status="failed", error=error, exit_code=outcome.exit_code)
+            append_failure(run.log, error)
             self._reporter.warn(f"{task.name} failed: {error}\nIts log is {run.log}. The sweep continues.")
 
     def _num_finished(self) -> int:
