@@ -58,6 +58,10 @@ def show_runs(
         reporter.say("\nRuns that failed")
     for text in failed:
         reporter.say(f"  {text}", hang=4)
+    if problems := [f"{run.name}: {problem}" for run in runs for problem in run.problems]:
+        reporter.say("\nNot everything could be read")
+    for text in problems:
+        reporter.say(f"  {text}", hang=4)
     if missing:
         reporter.say("\nRuns of this sweep without results")
     for text in missing:

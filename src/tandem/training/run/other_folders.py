@@ -9,6 +9,15 @@ from tandem.terminal.commands import with_other_path
 SWEEP_FILE, SWEEP_LOGS = "sweep.json", "logs"
 
 
+def other_than_run(path: Path) -> str | None:
+    """Return what an existing path is instead of a run's directory; None if it is one."""
+    if is_checkpoint(path):
+        return "a checkpoint, not a run"
+    if not path.is_dir():
+        return "a file, not a run's directory"
+    return None if (path / "config.yaml").is_file() else why_not_a_run(path)
+
+
 def why_not_a_run(folder: Path) -> str:
     """Return the reason why a folder without config.yaml is not a run."""
     if checkpoints := checkpoints_in(folder):
