@@ -247,6 +247,7 @@ def test_a_folder_without_data_is_refused(tmp_path):
 
 def test_a_folder_with_runs_is_not_data(tmp_path):
     run = make_run(tmp_path / "runs/a")
+    (tmp_path / "runs/sweep.json").touch()
     place = f"it holds runs, such as {run}, not data. Give a file of preference pairs."
     for folder, message in (
         (run, f"{run}: a run, not data. Give a file of preference pairs."),

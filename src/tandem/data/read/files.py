@@ -14,6 +14,7 @@ from tandem.data.read.hub import choose_files, hub_files, is_data, is_hub_name
 from tandem.errors import DataError, one_line
 from tandem.storage.cache import is_run
 from tandem.terminal.printable import listed
+from tandem.training.run.other_folders import SWEEP_FILE
 
 ANY_DEPTH = "**/*"
 MAX_FILES = 100_000
@@ -182,6 +183,7 @@ def _refuse_runs(path: Path, listing: list[str]) -> None:
     runs = [Path(file).parent for file in listing if Path(file).name == "config.yaml" and is_run((path / file).parent)]
     if not runs:
         return
-    others = [file for file in listing if is_data(file) and not any(run in Path(file).parents for run in runs)]
+    data = [file for file in listing if is_data(file) and Path(file).name != SWEEP_FILE]
+    others = [file for file in data if not any(run in Path(file).parents for run in runs)]
     which = f"one of its other files, such as {path / others[0]}" if others else "a file of preference pairs"
     raise DataError(f"{path}: it holds runs, such as {path / runs[0]}, not data. Give {which}.")
