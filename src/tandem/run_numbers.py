@@ -1,7 +1,7 @@
 """Numbers in a record of metrics.jsonl, which may be damaged: accuracy with its interval, loss, any finite number."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,11 @@ def wilson(share: float, num: float) -> Interval:
     # At 0 and 1 the interval ends there, but for rounding.
     low, high = 0.0 if share == 0 else middle - half, 1.0 if share == 1 else middle + half
     return Interval(share, max(0.0, low), min(1.0, high))
+
+
+def num_missing(steps: Sequence[int], last: int) -> int:
+    """How many steps up to `last` are not in `steps`: 3, 4, 6 up to 7 -> 2. Those before the first may be in another run."""
+    return max(last, max(steps, default=0)) - min(steps, default=1) + 1 - len(set(steps))
 
 
 def numbers_shown(record: Mapping[str, Any]) -> str:

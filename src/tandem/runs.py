@@ -21,17 +21,18 @@ from tandem.config.schema import Config
 from tandem.config.sections.datasets import DatasetFields
 from tandem.config.validation import flatten
 from tandem.errors import ConfigError
-from tandem.run_numbers import Interval, accuracy_of, number_in, numbers_shown
-from tandem.storage.cache import is_checkpoint, is_export
+from tandem.run_numbers import Interval, accuracy_of, num_missing, number_in, numbers_shown
+from tandem.storage.cache import is_export
 from tandem.storage.ownership import lock_holder, step_in
 from tandem.terminal.arguments import in_command
 from tandem.terminal.commands import with_other_path
 from tandem.terminal.printable import escaped
 from tandem.training.checkpoint.ranking import Record, measured_on, records_in
 from tandem.training.run.directory import stored_config
-from tandem.training.run.other_folders import SWEEP_FILE, run_around, run_of_checkpoints, why_not_a_run
+from tandem.training.run.failure import failure_of
+from tandem.training.run.other_folders import SWEEP_FILE, other_than_run, run_around, run_of_checkpoints
 
-Status = Literal["finished", "running", "stopped"]
+Status = Literal["finished", "running", "stopped", "failed"]  # failed: in a sweep, which says so in its log
 T = TypeVar("T")
 
 MIB = 1024 * 1024
@@ -100,6 +101,7 @@ class Run:
     setup: Mapping[str, Any]  # setup.json: data, settings, versions, a pack
     pairs: Mapping[str, Any]  # pairs.json: the pairs of the newest validation
     gpu: Sequence[Mapping[str, float]]  # logs/gpu.jsonl
+    error: str | None = None  # of a run that failed in a sweep: the first line
     problems: Sequence[str] = field(default=())  # what could not be read, in sentences
 
     def __repr__(self) -> str:
@@ -151,21 +153,29 @@ def open_run(path: str | Path) -> Run:
     for record in records:
         if record["split"].startswith("validation-"):
             validations.setdefault(record["split"], []).append(record)
+    status = status_of(folder)
+    steps = [record for record in records if record["split"] == "train" and record["step"] > 0]
+    setup, latest = reader.mapping("setup.json"), reader.link("latest")
+    if status == "finished":
+        reader.note_missing_steps(
+            [record["step"] for record in steps], latest or (0 if steps else setup.get("num_steps"))
+        )
     return Run(
         path=folder,
-        status=status_of(folder),
+        status=status,
+        error=failure_of(folder) if status == "failed" else None,
         config=config,
         changed=changed,
-        steps=[record for record in records if record["split"] == "train" and record["step"] > 0],
+        steps=steps,
         validations=validations,
         exported={record["split"]: record for record in records if record["split"].startswith("exported-")},
         verdicts=reader.verdicts(),
         samples=reader.samples(),
         checkpoints=reader.checkpoints(),
         best=reader.link("best"),
-        latest=reader.link("latest"),
+        latest=latest,
         rejects=reader.rejects(),
-        setup=reader.mapping("setup.json"),
+        setup=setup,
         pairs=reader.mapping("pairs.json"),
         gpu=reader.gpu(),
         problems=tuple(reader.problems),
@@ -175,11 +185,6 @@ def open_run(path: str | Path) -> Run:
 def stored_pairs(folder: Path) -> Mapping[str, Any]:
     """The content of pairs.json alone; empty if there is none."""
     return _Reader(folder).mapping("pairs.json")
-
-
-def read_start_of(folder: Path, name: str, limit: int) -> bytes | None:
-    """Return at most the first `limit` bytes of a file in a folder; None if it is missing or refused."""
-    return _Reader(folder)._bytes(name, limit, cut=True)
 
 
 def list_runs(folder: str | Path, each: Callable[[list[Path]], Iterable[Path]] = iter) -> list[Run]:
@@ -211,25 +216,18 @@ def refuse_other_than_run(folder: Path) -> None:
         raise ConfigError(f"{folder}: {what}.{hint}")
 
 
-def other_than_run(path: Path) -> str | None:
-    """Return what an existing path is instead of a run's directory; None if it is one."""
-    if is_checkpoint(path):
-        return "a checkpoint, not a run"
-    if not path.is_dir():
-        return "a file, not a run's directory"
-    return None if (path / "config.yaml").is_file() else why_not_a_run(path)
-
-
 def _listing() -> str:
     """What lists the runs in a folder: a command, or a call from Python."""
     return "`tandem runs FOLDER`" if in_command() else "tandem.list_runs(FOLDER)"
 
 
 def status_of(folder: Path) -> Status:
-    """Whether a run has exported its model, or a process holds its lock, or neither."""
+    """Whether a run has exported its model, or a process holds its lock, or its sweep says that it failed, or neither."""
     if is_export(folder / "model"):
         return "finished"
-    return "stopped" if lock_holder(folder) is None else "running"
+    if lock_holder(folder) is not None:
+        return "running"
+    return "stopped" if failure_of(folder) is None else "failed"
 
 
 def _result(split: str, records: Sequence[Record]) -> Result:
@@ -285,6 +283,13 @@ class _Reader:
 
     def metrics(self) -> list[Record]:
         return self._records("metrics.jsonl", records_in)
+
+    def note_missing_steps(self, steps: Sequence[int], last: Any) -> None:
+        """Note that metrics.jsonl lacks steps up to `last`, unless something else that is wrong with it is noted already."""
+        missing = num_missing(steps, last if type(last) is int else 0)
+        if missing and not any(problem.startswith("metrics.jsonl") for problem in self.problems):
+            what = "1 step is" if missing == 1 else f"{missing:,} steps are"
+            self.problems.append(f"metrics.jsonl: {what} missing, though the run is finished.")
 
     def gpu(self) -> list[dict[str, float]]:
         return self._records("logs/gpu.jsonl", lambda content: [_numbers(line) for line in content.splitlines()])

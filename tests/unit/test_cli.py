@@ -128,7 +128,12 @@ TWO_SETS = ["data.train=no.jsonl", "data.validation=no2.jsonl"]
     [
         (["train", *MODEL], 2, "policy.model_name = ./no: no such directory. Check the path."),
         (["prepare", *MODEL], 2, "policy.model_name = ./no: no such directory. Check the path."),
-        (["train", *FOLDER], 2, "policy.model_name = .: {here} holds no config.json, so it is not a model."),
+        (
+            ["train", *FOLDER],
+            2,
+            "policy.model_name = .: {here} holds no config.json, so it is not a model. "
+            "Give a model folder, a hub name, or a run directory.",
+        ),
         (["train", "reference.model=./no"], 2, "reference.model = ./no: no such directory. Check the path."),
         (
             ["train", "policy.tokenizer.name=./no"],

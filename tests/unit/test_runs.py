@@ -54,6 +54,26 @@ def test_half_a_last_line_is_a_line_that_is_being_written(tmp_path):
     assert (run.step, run.problems) == (10, ())
 
 
+@pytest.mark.parametrize(
+    ("kept", "problem"),
+    [
+        (range(0), "10 steps are missing"),
+        (range(1, 8), "3 steps are missing"),  # the newest checkpoint is of step 10
+        ([1, 2, 3, 5, 6, 7, 8, 9, 10], "1 step is missing"),
+        (range(4, 11), None),  # the steps before are of another run, whose checkpoint this one resumed from
+    ],
+)
+def test_steps_that_a_finished_run_must_have_are_missed(tmp_path, kept, problem):
+    folder = make_run(tmp_path / "run")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record(step)) + "\n" for step in kept))
+    (folder / "setup.json").write_text(json.dumps({"num_steps": 12}))  # it ended early
+    expected = () if problem is None else (f"metrics.jsonl: {problem}, though the run is finished.",)
+    assert open_run(folder).problems == expected
+    for file in (folder / "model").iterdir():  # a run that is not finished may write them yet
+        file.unlink()
+    assert open_run(folder).problems == ()
+
+
 def test_damaged_lines_are_left_out_and_reported(tmp_path):
     folder = make_run(tmp_path / "run")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -66,8 +86,8 @@ def test_damaged_lines_are_left_out_and_reported(tmp_path):
     assert len(run.steps) == 8
     assert run.problems == (
         "metrics.jsonl: 2 lines are damaged and left out.",
-        "verdicts.json is damaged.",
         "setup.json is damaged.",
+        "verdicts.json is damaged.",
     )
 
 

@@ -30,6 +30,7 @@ def report(
     from tandem.page.listing import as_json as run_as_json
     from tandem.page.write import write_report
     from tandem.report.reporter import Reporter
+    from tandem.terminal.printable import escaped
 
     written = write_report(runs, out, with_bar("Reading runs", Reporter("quiet" if quiet or as_json else "normal")))
     if as_json:
@@ -47,6 +48,8 @@ def report(
             print(text)
         replaced = " and replaces the earlier page" if written.has_replaced else ""
         print(f"{written.page} is written{replaced}: open it in a browser.")
+        for problem in [f"{one.path}: {problem}" for one in written.runs for problem in one.problems]:
+            print(f"Not everything could be read: {escaped(problem)}")
         if len(written.runs) > 1 and written.best is None:
             print(f"No run is marked as the best: {NO_BEST}")
         elif (found := written.best) is not None:

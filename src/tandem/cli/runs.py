@@ -26,6 +26,7 @@ def show_runs(
     from tandem.report.reporter import Reporter
     from tandem.runs import list_runs, list_sweeps
     from tandem.sweeping.missing import missing_runs
+    from tandem.training.run.failure import described_failure
 
     reporter = Reporter("quiet" if as_json or quiet else "normal")
     runs = list_runs(folder, with_bar("Reading runs", reporter))
@@ -52,6 +53,15 @@ def show_runs(
         reporter.say(f"{name}{line}", hang=4)
     if is_cut:
         reporter.say("--json lists every changed setting with its complete value.")
+    failed = [f"{run.name}: {described_failure(run.path, run.error)}" for run in runs if run.error is not None]
+    if failed:
+        reporter.say("\nRuns that failed")
+    for text in failed:
+        reporter.say(f"  {text}", hang=4)
+    if problems := [f"{run.name}: {problem}" for run in runs for problem in run.problems]:
+        reporter.say("\nNot everything could be read")
+    for text in problems:
+        reporter.say(f"  {text}", hang=4)
     if missing:
         reporter.say("\nRuns of this sweep without results")
     for text in missing:

@@ -16,18 +16,17 @@ from tandem.config.sections.policy import Lora
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.config.sections.section import EMBEDDED
 from tandem.embedded.files import VALIDATION
-from tandem.errors import CheckpointError, ConfigError, TandemError
+from tandem.errors import ConfigError, TandemError
 from tandem.evaluation.reading import check_code
 from tandem.evaluation.unused_keys import keys_and_texts, refuse_keys_of_training, refuse_unused_keys
 from tandem.model.files.source import check_path, refuse_missing_model
 from tandem.paths import check_data
 from tandem.report.per_pair import check_per_pair
 from tandem.storage.cache import is_checkpoint, is_export, is_run, real_path
-from tandem.storage.ownership import lock_holder
 from tandem.terminal.arguments import in_command, option, setting
-from tandem.terminal.commands import finish_or_use_checkpoint, override, tandem_command
+from tandem.terminal.commands import override, tandem_command
 from tandem.training.checkpoint.start_model import TrainedWith, base_of, config_without_data, reference_of
-from tandem.training.run.other_folders import hint_of_run, what_runs_it_holds
+from tandem.training.run.other_folders import hint_of_run, refuse_without_model, what_runs_it_holds
 from tandem.user_code import RefusedCodeError, is_user_function
 
 LENGTH_KEY = "policy.max_total_sequence_length"
@@ -261,8 +260,8 @@ def _weights(model: ModelRequest) -> tuple[str, str | None]:
 
 
 def _has_settings(folder: Path) -> bool:
-    """Whether `folder` is a run or a checkpoint of one: both contain the configuration of the run."""
-    return is_run(folder) or is_checkpoint(folder)
+    """Whether `folder` is a run or a checkpoint of one: both contain the configuration of the run, and no model."""
+    return is_checkpoint(folder) or ((folder / "config.yaml").is_file() and not is_export(folder))
 
 
 def model_of_run(key: str, run: Path, config: Config) -> ModelRequest:
@@ -273,11 +272,7 @@ def model_of_run(key: str, run: Path, config: Config) -> ModelRequest:
         changes = {"model_name": str(run), "revision": None, "weights": "float32", "lora": Lora()}
         return ModelRequest(name=str(run), key=key, policy=policy.model_copy(update=changes))
     folder = run / "model"
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"{setting(key, run)}: a run that has no model yet ({folder} is missing). "
-            f"{finish_or_use_checkpoint(str(run), lock_holder(run))}"
-        )
+    refuse_without_model(setting(key, run), run)
     plain = {"revision": None, "weights": "float32", "compile": policy.compile}
     if (folder / "adapter_config.json").is_file():
         lora = policy.lora.model_copy(update={"adapter": str(folder), "dropout": 0.0})
@@ -320,7 +315,7 @@ def _base_of_adapter(key: str, folder: Path) -> str:
 
 
 def _is_model(path: Path) -> bool:
-    return _has_settings(path) or is_export(path)
+    return is_run(path) or is_checkpoint(path) or is_export(path)
 
 
 def _given_as_data(path: str, model: str, data: Sequence[str], options: dict[str, Any], overrides: Given) -> str:

@@ -25,11 +25,9 @@ from tandem.model.files.source import (
     weights_fingerprint,
 )
 from tandem.storage.cache import content_of, fingerprint, is_checkpoint, is_export
-from tandem.storage.ownership import lock_holder
 from tandem.terminal.arguments import option
-from tandem.terminal.commands import finish_or_use_checkpoint
 from tandem.training.checkpoint.start_model import base_of, config_without_data, refuse_changed
-from tandem.training.run.other_folders import hint_of_run, what_runs_it_holds
+from tandem.training.run.other_folders import hint_of_run, refuse_without_model, what_runs_it_holds
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -133,11 +131,7 @@ def about_own_argument(message: str) -> str:
 
 def _run_target(argument: str, name: str, run: Path) -> Target:
     model = run / "model"
-    if not is_export(model):
-        raise ConfigError(
-            f"{option(argument, name)}: a run without a model: {model} is written when the run is finished. "
-            f"{finish_or_use_checkpoint(name, lock_holder(run))}"
-        )
+    refuse_without_model(option(argument, name), run)
     settings = _stored_tokenizer(run)
     if (model / ADAPTER_CONFIG).is_file():
         return replace(_adapter_target(argument, name, model, settings), run=run)

@@ -22,17 +22,18 @@ class Best:
 
     run: Run
     accuracy: Interval
-    is_clear: bool  # whether the intervals of all other runs are below it
-    num_equal: int  # other runs with the same accuracy
+    is_clear: bool  # whether the intervals of all other finished runs are below it
+    num_equal: int  # other finished runs with the same accuracy
 
 
 def best_of(runs: Sequence[Run]) -> Best | None:
-    """The best run by accuracy on its first validation set; None unless all measured runs used the same pairs.
+    """The best finished run by accuracy on its first validation set; None unless all finished runs used the same pairs.
 
     Accuracy, because losses of different betas or loss functions have different scales. Of equal ones, the run
-    with the larger margin wins, before rewards are scaled by beta.
+    with the larger margin wins, before rewards are scaled by beta. What an unfinished run measured last is not its result.
     """
-    measured = [(run, record) for run in runs if (record := validated_record(run)) is not None]
+    finished = [run for run in runs if run.status == "finished"]
+    measured = [(run, record) for run in finished if (record := validated_record(run)) is not None]
     if len(measured) < 2 or len({measured_on(record) for _, record in measured}) > 1:
         return None
     known = [(run, record, interval) for run, record in measured if (interval := accuracy_of(record)) is not None]
@@ -60,7 +61,7 @@ NO_BEST = "it takes two or more finished runs, all validated on the same pairs."
 def how_clear(*, is_clear: bool, num_equal: int) -> str:
     """Say in a sentence how sure it is that the best run is better than the others."""
     if is_clear:
-        return "The intervals of all other runs are below it."
+        return "The intervals of all other finished runs are below it."
     if num_equal:
         return (
             f"{num_equal} other {'run has' if num_equal == 1 else 'runs have'} the same accuracy; the run with the largest "
@@ -109,9 +110,7 @@ def comparison(runs: Sequence[Run]) -> str:
 def _results(runs: Sequence[Run], best: Best | None) -> Markup:
     heads = ["run", "accuracy", "95 % interval", "loss", "margin", "distance", "steps", "time", "status"]
     rows = [_row(i, run, best) for i, run in enumerate(runs)]
-    return section(
-        "results", "Results", _verdict(runs, best), table(heads, rows, numeric=range(1, 8), class_="results")
-    )
+    return section("results", "Results", _verdict(best), table(heads, rows, numeric=range(1, 8), class_="results"))
 
 
 def _row(i: int, run: Run, best: Best | None) -> list[object]:
@@ -130,14 +129,9 @@ def _row(i: int, run: Run, best: Best | None) -> list[object]:
     ]
 
 
-def _verdict(runs: Sequence[Run], best: Best | None) -> Markup:
+def _verdict(best: Best | None) -> Markup:
     if best is None:
-        why = (
-            "The runs were not validated on the same pairs"
-            if any(run.results for run in runs)
-            else "No run was validated"
-        )
-        return callout("info", "No run is marked as the best.", f"{why}, so their results cannot be compared.")
+        return callout("info", "No run is marked as the best:", NO_BEST)
     found = f"{best.run.name}: {percent(best.accuracy.share)} ({percent(best.accuracy.low)} to {percent(best.accuracy.high)})."
     clear = how_clear(is_clear=best.is_clear, num_equal=best.num_equal)
     if best.is_clear:

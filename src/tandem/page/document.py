@@ -14,7 +14,12 @@ from tandem.runs import Status
 GENERATOR = "tandem report"  # by which an earlier page is recognised
 STYLES = ("style.css",)
 SCRIPTS = ("draw.js", "charts.js", "page.js")
-STATUS_TEXT: dict[Status, str] = {"finished": "finished", "running": "running", "stopped": "stopped"}
+STATUS_TEXT: dict[Status, str] = {
+    "finished": "finished",
+    "running": "running",
+    "stopped": "stopped",
+    "failed": "failed",
+}
 
 
 @cache

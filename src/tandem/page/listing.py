@@ -14,6 +14,7 @@ from tandem.page.html import number, percent
 from tandem.page.sections import shown
 from tandem.run_numbers import accuracy_of, number_in
 from tandem.runs import Record, Run
+from tandem.training.run.failure import log_of
 
 COLUMNS = ["run", "status", "steps", "!", "at", "accuracy", "95 % interval", "loss", "margin"]
 LEGEND = (
@@ -117,6 +118,8 @@ def as_json(run: Run) -> dict[str, Any]:
         "path": str(run.path),
         "name": run.name,
         "status": run.status,
+        "error": run.error,
+        "log": None if run.error is None else str(log_of(run.path)),
         "step": run.step,
         "num_steps": run.num_steps,
         "seconds": run.seconds,

@@ -85,6 +85,8 @@ def _progress(run: Run) -> Markup | None:
     if run.status == "running":
         return callout("info", "This run is training:", f"{where} when this page was written.")
     resume = tag("code", f"tandem train --resume {shlex.quote(str(run.path))}")
+    if run.error is not None:
+        return callout("bad", "This run failed", joined([f"at {where}: {run.error} To resume it: ", resume]))
     return callout("warn", "This run stopped before its end,", joined([f"at {where}. To resume it: ", resume]))
 
 

@@ -12,11 +12,11 @@ from tandem.page.data_sections import answers, data, length_charts, pack_chart, 
 from tandem.page.document import GENERATOR, document, footer, header
 from tandem.page.html import joined, tag
 from tandem.page.sections import curves, headline, settings, summary, verdicts_of
-from tandem.runs import Run, open_run, other_than_run, refuse_other_than_run
+from tandem.runs import Run, open_run, refuse_other_than_run
 from tandem.storage.cache import replacing
 from tandem.terminal.arguments import option
 from tandem.terminal.printable import escaped, listed
-from tandem.training.run.other_folders import SWEEP_FILE, SWEEP_LOGS
+from tandem.training.run.other_folders import SWEEP_FILE, SWEEP_LOGS, other_than_run
 
 SECTIONS = {
     "summary": "Summary",
@@ -37,7 +37,7 @@ class Report:
 
     page: Path
     runs: tuple[Run, ...]
-    best: Best | None  # of several runs, the one with the highest accuracy on the same pairs
+    best: Best | None  # of several finished runs, the one with the highest accuracy on the same pairs
     has_replaced: bool  # whether an earlier page was at this path
     left_out: tuple[
         str, ...

@@ -3,14 +3,11 @@
 import re
 from pathlib import Path
 
-from tandem.runs import read_start_of
 from tandem.storage.ownership import lock_holder
-from tandem.sweeping.children import message_in
 from tandem.sweeping.plan import read_plan
-from tandem.training.run.other_folders import SWEEP_LOGS
+from tandem.training.run.failure import described_failure, failure_of, log_of
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # of a run, as a sweep names it
-MAX_LOG_BYTES = 1024 * 1024  # of a run that wrote nothing else
 
 
 def missing_runs(sweep: Path) -> list[str]:
@@ -19,20 +16,16 @@ def missing_runs(sweep: Path) -> list[str]:
     names = [one["name"] for one in planned if isinstance(one, dict) and isinstance(one.get("name"), str)]
     is_running = lock_holder(sweep) is not None
     return [
-        f"{name}: {_what_happened(sweep, name, is_running=is_running)}"
+        f"{name}: {_what_happened(sweep / name, is_running=is_running)}"
         for name in names
         if NAME.fullmatch(name) and not (sweep / name / "config.yaml").is_file()
     ]
 
 
-def _what_happened(sweep: Path, name: str, *, is_running: bool) -> str:
-    log = f"{SWEEP_LOGS}/{name}.log"
-    content = read_start_of(sweep, log, MAX_LOG_BYTES)
-    if content is None:
+def _what_happened(run: Path, *, is_running: bool) -> str:
+    log = log_of(run)
+    if log.is_symlink() or not log.is_file():
         return "not started."
-    where = f"Its log is {sweep / log}."
-    error = message_in(content.decode("utf-8", "replace").splitlines())
-    if error is None:
-        return f"{'no results yet' if is_running else 'ended without results'}. {where}"
-    first = error.splitlines()[0]
-    return f"failed: {first}{'' if first.endswith(('.', ':', '?')) else '.'} {where}"
+    if (error := failure_of(run)) is not None:
+        return described_failure(run, error)
+    return f"{'no results yet' if is_running else 'ended without results'}. Its log is {log}."

@@ -50,8 +50,8 @@ class SweepResult:
     folder: Path
     swept: tuple[str, ...]  # keys
     runs: tuple[SweepRun, ...]
-    best: SweepRun | None = None  # the highest accuracy on the same pairs; None if the runs cannot be compared
-    best_is_clear: bool = False  # whether the intervals of all other runs are below that of the best
+    best: SweepRun | None = None  # of the finished runs, the highest accuracy on the same pairs; None: not comparable
+    best_is_clear: bool = False  # whether the intervals of all other finished runs are below that of the best
     page: Path | None = None  # None if no run has written anything yet
 
     def __repr__(self) -> str:

@@ -26,7 +26,8 @@ def show_result(result: SweepResult, reporter: Reporter) -> None:
     reporter.table(["run", "accuracy", "95 % interval", metric, "at step"], rows)
     if result.best is not None and result.best.accuracy is not None:
         share = result.best.accuracy.share
-        equal = [run for run in result.runs if run.accuracy is not None and run.accuracy.share == share]
+        finished = [run.accuracy for run in result.runs if run.status == "finished" and run.accuracy is not None]
+        equal = [accuracy for accuracy in finished if accuracy.share == share]
         clear = how_clear(is_clear=result.best_is_clear, num_equal=len(equal) - 1)
         reporter.say(f"* best accuracy: {percent(share)}. {clear}")
     else:

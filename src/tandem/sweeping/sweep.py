@@ -9,7 +9,6 @@ from tandem.page.comparison import best_of
 from tandem.page.html import duration
 from tandem.page.write import COMPARISON, write_report
 from tandem.report.reporter import Reporter
-from tandem.runs import Run
 from tandem.storage.ownership import remove_abandoned
 from tandem.sweeping.children import Ended, Task, train_all
 from tandem.sweeping.parallel import choose_environments, refuse_parallel, uses_several_gpus
@@ -18,6 +17,7 @@ from tandem.sweeping.records import SweepResult, SweepRun, measured, read_runs
 from tandem.terminal.arguments import in_command, option, same_call
 from tandem.terminal.printable import counted
 from tandem.training.run.directory import is_finished
+from tandem.training.run.failure import append_failure
 from tandem.training.run.lock import locked
 from tandem.training.run.other_folders import SWEEP_FILE, SWEEP_LOGS
 from tandem.training.run.stopping import Stopping, stopped_by_signals
@@ -145,6 +145,7 @@ class _Training:
         else:
             error = outcome.error or "it ended without an exported model"
             self._states[task.name] = replace(run, status="failed", error=error, exit_code=outcome.exit_code)
+            append_failure(run.log, error)
             self._reporter.warn(f"{task.name} failed: {error}\nIts log is {run.log}. The sweep continues.")
 
     def _num_finished(self) -> int:
@@ -173,8 +174,7 @@ def _result(plan: SweepPlan, folder: Path, runs: Sequence[SweepRun]) -> SweepRes
     """Read the results of all runs, and write the page that compares them."""
     read = read_runs(runs)
     records = tuple(measured(run, read.get(run.name)) for run in runs)
-    finished: list[Run] = [read[run.name] for run in runs if run.status == "finished" and run.name in read]
-    best = best_of(finished)
+    best = best_of(list(read.values()))
     page = None if not read else write_report([run.path for run in read.values()], folder / COMPARISON).page
     return SweepResult(
         folder=folder,

@@ -12,6 +12,7 @@ import pyarrow.parquet as parquet
 import pytest
 from hub_stub import serving, use_hub
 from letters import CHAT, letter_tokenizer
+from run_directories import make_run
 
 from tandem.config.schema import Config
 from tandem.config.sections.datasets import DatasetFields
@@ -241,6 +242,42 @@ def test_a_folder_without_data_is_refused(tmp_path):
     assert refusal(tmp_path) == (
         f"{tmp_path}: there are no data files that tandem can read (.jsonl, .json, .csv, .parquet or .arrow, also as "
         ".gz or .zst). Convert the data to one of these and give it as data_path."
+    )
+
+
+def test_a_folder_with_runs_is_not_data(tmp_path):
+    run = make_run(tmp_path / "runs/a")
+    (tmp_path / "runs/sweep.json").touch()
+    place = f"it holds runs, such as {run}, not data. Give a file of preference pairs."
+    for folder, message in (
+        (run, f"{run}: a run, not data. Give a file of preference pairs."),
+        (tmp_path / "runs", f"{tmp_path}/runs: {place}"),
+        (tmp_path, f"{tmp_path}: {place}"),
+    ):
+        with pytest.raises(DataError) as refused:
+            find_files(str(folder), DatasetFields())
+        assert str(refused.value) == message
+    (tmp_path / "pairs.csv").touch()
+    with pytest.raises(DataError) as refused:
+        find_files(str(tmp_path), DatasetFields())
+    assert str(refused.value).endswith(f"not data. Give one of its other files, such as {tmp_path}/pairs.csv.")
+
+
+def test_of_a_local_folder_with_several_kinds_of_files_those_of_each_kind_are_named(tmp_path):
+    (tmp_path / "more").mkdir()
+    for name in ("a.jsonl", "b.jsonl", "more/a.parquet"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError) as refused:
+        find_files(str(tmp_path), DatasetFields())
+    assert str(refused.value) == (
+        f"{tmp_path}: the split 'train' has files of several kinds (.jsonl, .parquet). Give the files of one kind as data_path: "
+        f"'{tmp_path}/*.jsonl' or '{tmp_path}/more/*.parquet'."
+    )
+    (tmp_path / "README.md").write_text("---\nconfigs: a\n---\n")
+    with pytest.raises(DataError) as refused:
+        find_files(str(tmp_path), DatasetFields())
+    assert str(refused.value) == (
+        f"{tmp_path}: configs in README.md is malformed. Give the files you want as data_path, such as 'FOLDER/*.jsonl'."
     )
 
 

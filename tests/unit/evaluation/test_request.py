@@ -35,6 +35,7 @@ def run(tmp_path):
     (folder / "rejects.jsonl").touch()
     (folder / "config.yaml").write_text(load_config(None, ["dpo.reference_policy_kl_penalty=0.3"]).as_yaml())
     (folder / "model" / "config.json").write_text("{}")
+    (folder / "model" / "model.safetensors").touch()
     return folder
 
 
@@ -170,16 +171,29 @@ def test_all_pairs_are_measured_unless_asked_otherwise(data):
 
 
 def test_a_run_without_a_model_is_refused(run, data):
-    (run / "model" / "config.json").unlink()
-    (run / "model").rmdir()
+    (run / "model" / "model.safetensors").unlink()
     assert refused(str(run), [data], error=CheckpointError) == (
-        f"MODEL {run}: a run that has no model yet ({run}/model is missing). Finish it with "
+        f"MODEL {run}: a run that has no model yet: {run}/model is written when the run is finished. Finish it with "
         f"{tandem_command('train', '--resume', str(run))}."
     )
     with locked(run):
         assert refused(str(run), [data], error=CheckpointError) == (
-            f"MODEL {run}: a run that has no model yet ({run}/model is missing). It is being trained by process "
-            f"{os.getpid()}. Wait until it is finished."
+            f"MODEL {run}: a run that has no model yet: {run}/model is written when the run is finished. It is being trained by "
+            f"process {os.getpid()}. Wait until it is finished."
+        )
+
+
+def test_a_run_that_wrote_only_its_configuration_is_a_run_without_a_model(tmp_path, data):
+    partial = tmp_path / "partial"
+    partial.mkdir()
+    (partial / "config.yaml").write_text("dpo: {max_num_steps: 3}\n")
+    for argument, options in (
+        ("MODEL", {"model": str(partial)}),
+        ("--against", {"model": "embedded", "against": str(partial)}),
+    ):
+        assert refused(data=[data], error=CheckpointError, **options) == (
+            f"{argument} {partial}: a run that has no model yet: {partial}/model is written when the run is finished. Finish it "
+            f"with {tandem_command('train', '--resume', str(partial))}."
         )
 
 
@@ -205,7 +219,10 @@ def test_a_folder_of_checkpoints_names_its_run_and_the_command_with_it(run, data
 
 
 def test_folders_and_files_that_are_no_models_are_refused(tmp_path, data):
-    assert refused(str(tmp_path), [data]) == f"MODEL {tmp_path}: {tmp_path} holds no config.json, so it is not a model."
+    assert refused(str(tmp_path), [data]) == (
+        f"MODEL {tmp_path}: {tmp_path} holds no config.json, so it is not a model. Give a model folder, a hub name, or a run "
+        "directory."
+    )
     assert refused(data, [data]) == f"MODEL {data}: a file, not a model folder or a run. Give the folder."
     missing = "no such directory. Give a model folder, a hub name, or a run directory."
     assert refused("./nope", [data]) == f"MODEL ./nope: {missing}"

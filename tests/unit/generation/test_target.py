@@ -6,7 +6,7 @@ import os
 import pytest
 
 from tandem.config.sections.policy import Tokenizer
-from tandem.errors import ConfigError
+from tandem.errors import CheckpointError, ConfigError
 from tandem.generation.target import find_target
 from tandem.terminal.commands import tandem_command
 from tandem.training.run.lock import locked
@@ -50,30 +50,33 @@ def test_the_embedded_model_and_hub_names_are_kept(name):
     assert find_target("model", name).model == name
 
 
-def message(name):
-    with pytest.raises(ConfigError) as error:
+def message(name, kind=ConfigError):
+    with pytest.raises(kind) as error:
         find_target("model", str(name))
     return str(error.value)
 
 
 def test_a_run_without_a_model_is_refused_with_the_commands_that_make_one(run):
     (run / "model" / "model.safetensors").unlink()
-    assert message(run) == (
-        f"MODEL {run}: a run without a model: {run}/model is written when the run is finished. Finish it with "
+    assert message(run, CheckpointError) == (
+        f"MODEL {run}: a run that has no model yet: {run}/model is written when the run is finished. Finish it with "
         f"{tandem_command('train', '--resume', str(run))}."
     )
 
 
 def test_a_run_that_is_being_trained_names_its_process(run):
     (run / "model" / "model.safetensors").unlink()
-    without = f"MODEL {run}: a run without a model: {run}/model is written when the run is finished."
+    without = f"MODEL {run}: a run that has no model yet: {run}/model is written when the run is finished."
     with locked(run):
         training = f"It is being trained by process {os.getpid()}. Wait until it is finished"
-        assert message(run) == f"{without} {training}."
+        assert message(run, CheckpointError) == f"{without} {training}."
         (run / "checkpoints/step_2").mkdir(parents=True)
         (run / "checkpoints/latest").symlink_to("step_2")
-        assert message(run) == f"{without} {training}, or use its newest checkpoint, {run}/checkpoints/latest."
-    assert message(run).endswith(f"{run!s}, or use its newest checkpoint, {run}/checkpoints/latest.")
+        assert (
+            message(run, CheckpointError)
+            == f"{without} {training}, or use its newest checkpoint, {run}/checkpoints/latest."
+        )
+    assert message(run, CheckpointError).endswith(f"{run!s}, or use its newest checkpoint, {run}/checkpoints/latest.")
 
 
 def test_a_folder_that_is_neither_a_model_nor_a_run_is_refused(tmp_path):

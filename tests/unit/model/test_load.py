@@ -54,7 +54,8 @@ def test_a_missing_directory_is_refused_by_name():
 
 def test_a_directory_without_a_model_is_refused_by_name(tmp_path):
     assert refusal(model_name=str(tmp_path)) == (
-        f"policy.model_name = {tmp_path}: {tmp_path} holds no config.json, so it is not a model."
+        f"policy.model_name = {tmp_path}: {tmp_path} holds no config.json, so it is not a model. Give a model folder, "
+        "a hub name, or a run directory."
     )
 
 
@@ -102,7 +103,8 @@ def test_the_refusal_of_a_run_given_as_a_model_names_the_runs_model(run):
     )
     (run / "model").mkdir()
     assert refusal(model_name=str(run)) == (
-        f"policy.model_name = {run}: {run}/model holds no config.json, so it is not a model."
+        f"policy.model_name = {run}: {run}/model holds no config.json, so it is not a model. Give a model folder, "
+        "a hub name, or a run directory."
     )
     (run / "model" / "adapter_config.json").touch()
     assert refusal(model_name=str(run)) == (

@@ -48,6 +48,24 @@ def test_one_run(tmp_path):
     assert tandem("report", run, "-q").stdout == ""
 
 
+def test_a_damaged_run_is_reported_on_the_terminal(tmp_path):
+    run = make_run(tmp_path / "run")
+    (run / "metrics.jsonl").write_text("")
+    (run / "config.yaml").write_text("{")
+    problems = [
+        "metrics.jsonl: 10 steps are missing, though the run is finished.",
+        "config.yaml is damaged, so no settings are shown.",
+    ]
+    assert tandem("report", "run", cwd=tmp_path).stdout.splitlines() == [
+        "run/report.html is written: open it in a browser.",
+        *(f"Not everything could be read: run: {problem}" for problem in sorted(problems)),
+    ]
+    assert tandem("runs", "run", cwd=tmp_path).stdout.splitlines()[-3:] == [
+        "Not everything could be read",
+        *(f"  run: {problem}" for problem in sorted(problems)),
+    ]
+
+
 def test_several_runs_as_json(tmp_path):
     runs = [make_run(tmp_path / name, accuracy=accuracy) for name, accuracy in (("a", 0.6), ("b", 0.9))]
     done = tandem("report", *runs, "--json", cwd=tmp_path)
@@ -58,7 +76,7 @@ def test_several_runs_as_json(tmp_path):
     assert (tmp_path / "comparison.html").is_file()
     assert tandem("report", *runs, cwd=tmp_path).stdout == (
         "comparison.html is written and replaces the earlier page: open it in a browser.\n"
-        "Best accuracy: b. The intervals of all other runs are below it.\n"
+        "Best accuracy: b. The intervals of all other finished runs are below it.\n"
     )
 
 

@@ -194,7 +194,7 @@ def test_the_best_of_several_runs_is_marked(tmp_path):
     report = write_report([run.path for run in runs], tmp_path / "both.html")
     page = report.page.read_text()
     assert report.best is not None and report.best.run.name == "r3"
-    assert "The intervals of all other runs are below it." in page
+    assert "The intervals of all other finished runs are below it." in page
     assert [one["name"] for one in data_of(page)["charts"][0]["series"]] == ["r2", "r3"]
 
 
@@ -212,11 +212,21 @@ def test_of_equal_runs_the_best_has_the_larger_margin_before_scaling_by_beta(tmp
     assert best is not None and (best.run.name, best.num_equal, best.is_clear) == ("r1", 1, False)
 
 
+def test_only_finished_runs_are_compared_for_the_best(tmp_path):
+    runs = [make_run(tmp_path / name, accuracy=accuracy) for name, accuracy in (("a", 0.5), ("b", 0.8))]
+    failed = make_run(tmp_path / "failed", finished=False, accuracy=0.99, data="other pairs")
+    report = write_report([*runs, failed], tmp_path / "three.html")
+    assert report.best is not None and (report.best.run.name, report.best.is_clear) == ("b", True)
+    without = write_report([runs[0], failed], tmp_path / "two.html")
+    assert without.best is None
+    assert "No run is marked as the best:</strong> it takes two or more finished runs" in without.page.read_text()
+
+
 def test_no_run_is_best_if_they_were_measured_on_other_pairs(tmp_path):
     runs = [open_run(make_run(tmp_path / name, data=name)) for name in ("a", "b")]
     assert best_of(runs) is None
     assert (
-        "not validated on the same pairs" in write_report([r.path for r in runs], tmp_path / "x.html").page.read_text()
+        "all validated on the same pairs." in write_report([r.path for r in runs], tmp_path / "x.html").page.read_text()
     )
 
 

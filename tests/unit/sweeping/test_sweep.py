@@ -12,13 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from run_directories import make_run
 
 import tandem
 from tandem.api.values import texts_of
 from tandem.cli import main as cli
 from tandem.errors import CheckpointError, ConfigError, DataError, StoppedError
 from tandem.page.comparison import how_clear
-from tandem.page.write import write_report
+from tandem.page.write import run_page, write_report
 from tandem.report.reporter import Reporter
 from tandem.run_numbers import Interval
 from tandem.storage.cache import is_export
@@ -131,9 +132,11 @@ def test_the_table_has_no_results_of_a_run_that_failed(tmp_path, capsys):
         name="a", path=tmp_path, values=(), status="finished", log=tmp_path, accuracy=accuracy, tracked=tracked
     )
     runs = (ended, replace(ended, name="b", status="failed"))
-    show_result(SweepResult(folder=tmp_path, swept=("run.seed",), runs=runs), Reporter("normal"))
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["a", "50.0", "%", "40.0", "%", "to", "60.0", "%", "0.6931", "0"] in rows
+    show_result(SweepResult(folder=tmp_path, swept=("run.seed",), runs=runs, best=ended), Reporter("normal"))
+    out = capsys.readouterr().out
+    assert "same accuracy" not in out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["*", "a", "50.0", "%", "40.0", "%", "to", "60.0", "%", "0.6931", "0"] in rows
     assert ["b", "failed", "-", "-", "-"] in rows
 
 
@@ -272,7 +275,7 @@ def test_the_list_of_runs_says_what_happened_to_those_that_wrote_nothing(tmp_pat
     failed = [
         "seed-12: failed: pairs.jsonl has no rows. Its log is s/logs/seed-12.log.",
         "seed-13: failed: step 2: the loss is not finite. Its log is s/logs/seed-13.log.",
-        "seed-14: ended without results. Its log is s/logs/seed-14.log.",
+        "seed-14: failed: killed by SIGKILL; the last line of its log: Segmentation fault. Its log is s/logs/seed-14.log.",
     ]
     sweep(["run.seed=12,13,14"], out="s")
     capsys.readouterr()
@@ -295,6 +298,37 @@ def test_the_list_of_runs_says_what_happened_to_those_that_wrote_nothing(tmp_pat
         "Runs of this sweep without results",
         "  seed-12: failed: pairs.jsonl has no rows. Its log is t/logs/seed-12.log.",
     ]
+
+
+def test_a_run_that_failed_after_it_wrote_results_is_shown_as_failed_until_it_is_continued(
+    tmp_path, monkeypatch, capsys
+):
+    for seed in (13, 14):
+        make_run(tmp_path / f"s/.seed-{seed}", finished=False)  # moved in place when the sweep has its directory
+    sweep(["run.seed=13,14,3"], out="s")
+    for seed in (13, 14):
+        (tmp_path / f"s/.seed-{seed}").rename(tmp_path / f"s/seed-{seed}")
+    capsys.readouterr()
+    lines = listed(monkeypatch, capsys, "s")
+    assert [line.split()[:2] for line in lines[1:4]] == [
+        ["seed-3", "finished"],
+        ["seed-13", "failed"],
+        ["seed-14", "failed"],
+    ]
+    assert lines[-3:] == [
+        "Runs that failed",
+        "  seed-13: failed: step 2: the loss is not finite. Its log is s/logs/seed-13.log.",
+        "  seed-14: failed: killed by SIGKILL; the last line of its log: Segmentation fault. Its log is s/logs/seed-14.log.",
+    ]
+    found = tandem.open_run("s/seed-14")
+    assert (found.status, found.error) == (
+        "failed",
+        "killed by SIGKILL; the last line of its log: Segmentation fault",
+    )
+    assert "This run failed</strong> at step 10 of 10: killed by SIGKILL" in run_page(found)
+    with (tmp_path / "s/logs/seed-14.log").open("a") as log:  # the next attempt
+        log.write("step 3/4\n")
+    assert (tandem.open_run("s/seed-14").status, tandem.open_run("s/seed-14").error) == ("stopped", None)
 
 
 # Signals

@@ -10,9 +10,11 @@ from itertools import islice
 from pathlib import Path
 
 from tandem.config.sections.datasets import DatasetFields
-from tandem.data.read.hub import choose_files, hub_files, is_hub_name
+from tandem.data.read.hub import choose_files, hub_files, is_data, is_hub_name
 from tandem.errors import DataError, one_line
+from tandem.storage.cache import is_run
 from tandem.terminal.printable import listed
+from tandem.training.run.other_folders import SWEEP_FILE
 
 ANY_DEPTH = "**/*"
 MAX_FILES = 100_000
@@ -166,5 +168,22 @@ def _files_in_folder(path: Path, given: DatasetFields) -> list[Path]:
     inside = _list_limited(str(path), path.glob(ANY_DEPTH))
     listing = sorted(str(file.relative_to(path)) for file in inside if file.is_file())
     readme = (path / "README.md").read_text("utf-8", "replace") if "README.md" in listing else ""
-    chosen = choose_files(str(path), listing, readme, subset=given.subset, split=given.split)
+    try:
+        chosen = choose_files(str(path), listing, readme, subset=given.subset, split=given.split, is_local=True)
+    except DataError:
+        _refuse_runs(path, listing)
+        raise
     return [path / name for name in chosen]
+
+
+def _refuse_runs(path: Path, listing: list[str]) -> None:
+    """Raise a DataError if a folder is a run, or holds runs in it or in its folders, whose files are not data."""
+    if is_run(path):
+        raise DataError(f"{path}: a run, not data. Give a file of preference pairs.")
+    runs = [Path(file).parent for file in listing if Path(file).name == "config.yaml" and is_run((path / file).parent)]
+    if not runs:
+        return
+    data = [file for file in listing if is_data(file) and Path(file).name != SWEEP_FILE]
+    others = [file for file in data if not any(run in Path(file).parents for run in runs)]
+    which = f"one of its other files, such as {path / others[0]}" if others else "a file of preference pairs"
+    raise DataError(f"{path}: it holds runs, such as {path / runs[0]}, not data. Give {which}.")

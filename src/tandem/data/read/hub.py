@@ -199,6 +199,7 @@ KEYWORDS = {
     "test": "test|testing|eval|evaluation",
 }
 GIVE_FILES_HINT = "Download the files you want and give them as data_path, such as 'FOLDER/*.jsonl'."
+GIVE_LOCAL_FILES_HINT = "Give the files you want as data_path, such as 'FOLDER/*.jsonl'."
 
 
 # Names and paths appear in one-line messages.
@@ -224,30 +225,37 @@ class _Subset(BaseModel):
     default: bool = False
 
 
-def choose_files(name: str, listing: list[str], readme: str, *, subset: str | None, split: str | None) -> list[str]:
-    """Return the data files of a split, in the order in which they are read.
+def choose_files(
+    name: str, listing: list[str], readme: str, *, subset: str | None, split: str | None, is_local: bool = False
+) -> list[str]:
+    """Return the data files of a split, in the order in which they are read. `is_local`: `name` is a folder on this machine.
 
     If the subset or split does not exist or is ambiguous, raise a DataError that lists the available names.
     """
-    files = [file for file in listing if _is_data(file)]
+    files = [file for file in listing if is_data(file)]
     if not files:
         _refuse_without_data(name, listing)
-    splits = _splits(_subset(name, _subsets(name, readme), subset, files), files)
+    hint = GIVE_LOCAL_FILES_HINT if is_local else GIVE_FILES_HINT
+    splits = _splits(_subset(name, _subsets(name, readme, hint), subset, files), files)
     split = _pick(name, "split", split, splits, usual="train")
     for path, found in splits[split].items():
         if not found:
             raise DataError(
-                f"{name}: README.md gives {path} for split {split!r}, but there is no data file at that path. "
-                f"{GIVE_FILES_HINT}"
+                f"{name}: README.md gives {path} for split {split!r}, but there is no data file at that path. {hint}"
             )
     chosen = list(dict.fromkeys(file for found in splits[split].values() for file in found))
-    kinds = sorted({found[0].lower() for file in chosen if (found := DATA_FILE.search(file))})
+    kinds = {found[0].lower(): file for file in reversed(chosen) if (found := DATA_FILE.search(file))}
     if len(kinds) > 1:  # often the same table in several forms, which would be trained on several times
-        raise DataError(f"{name}: the split {split!r} has files of several kinds ({listed(kinds)}). {GIVE_FILES_HINT}")
+        if is_local:
+            patterns = [
+                f"'{posixpath.join(name, posixpath.dirname(kinds[kind]), f'*{kind}')}'" for kind in sorted(kinds)
+            ]
+            hint = f"Give the files of one kind as data_path: {' or '.join(patterns)}."
+        raise DataError(f"{name}: the split {split!r} has files of several kinds ({listed(sorted(kinds))}). {hint}")
     return chosen
 
 
-def _is_data(file: str) -> bool:
+def is_data(file: str) -> bool:
     *folders, base = file.split("/")
     hidden = base.startswith(".") or any(folder.startswith((".", "__")) for folder in folders)
     return not hidden and base not in NOT_DATA and DATA_FILE.search(base) is not None
@@ -266,7 +274,7 @@ def _refuse_without_data(name: str, listing: list[str]) -> NoReturn:
     )
 
 
-def _subsets(name: str, readme: str) -> list[_Subset]:
+def _subsets(name: str, readme: str, hint: str) -> list[_Subset]:
     """Return the subsets listed under `configs` in the front matter of README.md.
 
     Without `configs` there is one subset, and its splits are detected from file names.
@@ -280,11 +288,11 @@ def _subsets(name: str, readme: str) -> list[_Subset]:
         return TypeAdapter(list[_Subset]).validate_python(configs or [{}])
     except ValidationError as error:
         place = ".".join(["configs", *map(str, error.errors()[0]["loc"][:2])])
-        raise DataError(f"{name}: {place} in README.md is malformed. {GIVE_FILES_HINT}") from None
+        raise DataError(f"{name}: {place} in README.md is malformed. {hint}") from None
     except YamlLimitError as error:
-        raise DataError(f"{name}: the front matter of README.md: {error} {GIVE_FILES_HINT}") from None
+        raise DataError(f"{name}: the front matter of README.md: {error} {hint}") from None
     except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: an invalid date
-        raise DataError(f"{name}: the front matter of README.md is not YAML. {GIVE_FILES_HINT}") from None
+        raise DataError(f"{name}: the front matter of README.md is not YAML. {hint}") from None
 
 
 def _subset(name: str, subsets: list[_Subset], given: str | None, files: list[str]) -> _Subset:

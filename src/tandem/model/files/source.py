@@ -96,7 +96,7 @@ def check_folder(key: str, name: str, folder: Path) -> None:
     """Raise ConfigError if a folder does not hold a model. The message says what the folder holds instead."""
     if (folder / "config.json").is_file():
         return
-    hint = ""
+    hint = " Give a model folder, a hub name, or a run directory."
     if _is_adapter(folder):  # tested before the tokenizer, which an adapter folder has too
         hint = f" It is an adapter: give its base model here, and set policy.lora.adapter={name}."
     elif key == "policy.model_name" and (folder / "tokenizer.json").is_file():

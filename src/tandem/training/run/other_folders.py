@@ -2,11 +2,22 @@
 
 from pathlib import Path
 
+from tandem.errors import CheckpointError
 from tandem.storage.cache import is_checkpoint, is_export, is_run
-from tandem.terminal.commands import with_other_path
+from tandem.storage.ownership import lock_holder
+from tandem.terminal.commands import finish_or_use_checkpoint, with_other_path
 
 # In the directory of a sweep, whose other folders are runs.
 SWEEP_FILE, SWEEP_LOGS = "sweep.json", "logs"
+
+
+def other_than_run(path: Path) -> str | None:
+    """Return what an existing path is instead of a run's directory; None if it is one."""
+    if is_checkpoint(path):
+        return "a checkpoint, not a run"
+    if not path.is_dir():
+        return "a file, not a run's directory"
+    return None if (path / "config.yaml").is_file() else why_not_a_run(path)
 
 
 def why_not_a_run(folder: Path) -> str:
@@ -37,6 +48,15 @@ def what_runs_it_holds(folder: Path) -> str | None:
         return None
     what = "it is a sweep" if is_sweep else "it holds runs"
     return f"{what}: name one of its runs{', such as ' + str(folder / runs[0]) if runs else ''}"
+
+
+def refuse_without_model(place: str, run: Path) -> None:
+    """Raise a CheckpointError if a run has no model yet. `place`: the argument that names the run, for the message."""
+    if not is_export(run / "model"):
+        raise CheckpointError(
+            f"{place}: a run that has no model yet: {run / 'model'} is written when the run is finished. "
+            f"{finish_or_use_checkpoint(str(run), lock_holder(run))}"
+        )
 
 
 def run_of_checkpoints(folder: Path) -> Path | None:
