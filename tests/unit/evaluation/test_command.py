@@ -44,6 +44,17 @@ def test_the_table_is_printed_and_nothing_else_on_standard_output(run_here, pair
     assert line.split()[2] == "0.500"
 
 
+def test_an_interval_follows_the_accuracy_that_it_belongs_to(run_here, pairs):
+    _, out, _ = run_here(MODEL, pairs, "--json", "--quiet")
+    group = json.loads(out)["by_length"][0]
+    low, high = (f"{group['logps_accuracy'][name]:.3f}" for name in ("low", "high"))
+    accuracies = [f"{group[name]['value']:.3f}" for name in ("logps_accuracy", "logps_per_token_accuracy")]
+    _, out, _ = run_here(MODEL, pairs, "--quiet")
+    heading, first = out.partition("By length of the chosen completion\n")[2].splitlines()[:2]
+    assert " ".join(heading.split()) == "set pairs logp acc. 95 % interval per token"
+    assert first.split()[-5:] == [accuracies[0], low, "to", high, accuracies[1]]
+
+
 def test_a_per_pair_file_says_whether_it_replaces_an_earlier_one(run_here, pairs, tmp_path):
     file = tmp_path / "of-pairs.jsonl"
     line = f"{file}: every pair, those the model disagrees with most first"
