@@ -114,6 +114,7 @@ def run_request(request: Request, reporter: Reporter) -> Evaluation:
         comparison=comparison,
         harness=_tasks(request, reporter),
         skipped={one.set.name: one.set.skipped for one in measured.sets if one.set.skipped},
+        left_out=request.left_out,
         seconds=seconds,
         pairs_per_second=total.num_pairs / measured.seconds,
     )

@@ -16,7 +16,8 @@ from tandem.evaluation.rewardbench import EXAMPLE_COUNTS, PRIOR_SETS
 from tandem.user_code import RefusedCodeError
 
 if TYPE_CHECKING:
-    from tandem.evaluation.request import DataRequest, Subject
+    from tandem.evaluation.data_requests import DataRequest
+    from tandem.evaluation.request import Subject
 
 SetKind = Literal["pairs", "RewardBench", "RewardBench 2"]
 READING_KEYS = ("prompt_key", "chosen_key", "rejected_key")

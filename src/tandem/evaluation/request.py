@@ -15,8 +15,8 @@ from tandem.config.sections.dpo import Dpo
 from tandem.config.sections.policy import Lora
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.config.sections.section import EMBEDDED
-from tandem.embedded.files import VALIDATION
 from tandem.errors import CheckpointError, ConfigError, TandemError
+from tandem.evaluation.data_requests import DataRequest, data_requests, each_once
 from tandem.evaluation.reading import check_code
 from tandem.evaluation.unused_keys import keys_and_texts, refuse_keys_of_training, refuse_unused_keys
 from tandem.model.files.source import check_path, refuse_missing_model
@@ -62,21 +62,13 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataRequest:
-    """A set to measure. fields: how to read it; None: decided by its first row."""
-
-    name: str
-    path: str
-    fields: DatasetFields | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A checked evaluation: nothing has been loaded yet."""
 
     subject: Subject
     against: Subject | None
     data: tuple[DataRequest, ...]
+    left_out: tuple[str, ...]  # of the data that was given, what is measured under another name, in sentences
     by: str | None
     per_pair: Path | None
     tasks: tuple[str, ...]
@@ -112,7 +104,8 @@ def check_request(
         options |= {"lm_eval": lm_eval, "include_path": include_path, "limit": limit, "allow_code": allow_code}
         raise ConfigError(_given_as_data(model_path, model, data, options, overrides))
     subject, other = _subjects(model, against, reference, beta, overrides, allow_code=allow_code)
-    sets = _data_requests(data, subject, tasks=bool(lm_eval))
+    once, left_out = each_once(data)
+    sets = data_requests(once, subject, tasks=bool(lm_eval))
     refuse_unused_keys(
         overrides,
         [one.path for one in sets],
@@ -131,6 +124,7 @@ def check_request(
         subject=subject,
         against=other,
         data=sets,
+        left_out=left_out,
         by=by,
         per_pair=per_pair,
         tasks=tuple(lm_eval),
@@ -365,31 +359,3 @@ def _option_words(name: str, value: Any) -> list[str]:
     if value is True:
         return [option(name, True)]
     return [option(name), ",".join(value) if isinstance(value, list | tuple) else str(value)]
-
-
-def _data_requests(data: Sequence[str], subject: Subject, *, tasks: bool) -> tuple[DataRequest, ...]:
-    if data:
-        return tuple(
-            DataRequest(name=path, path=str(VALIDATION) if path == EMBEDDED else path) for path in dict.fromkeys(data)
-        )
-    if subject.run is None:
-        if tasks:
-            return ()
-        raise ConfigError(
-            f"{option('model', subject.name)}: not a run, so give {option('data')}: one or more files of preference pairs, "
-            "or embedded."
-        )
-    sets = subject.config.data.validation_sets
-    if not sets and not tasks:
-        raise ConfigError(
-            f"{option('model', subject.name)}: the run has no validation set. Give {option('data')}: a file of preference "
-            "pairs."
-        )
-    return tuple(
-        DataRequest(
-            name=name,
-            path=str(VALIDATION) if fields.data_path == EMBEDDED else str(fields.data_path or ""),
-            fields=fields,
-        )
-        for name, fields in sets.items()
-    )

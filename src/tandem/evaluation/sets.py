@@ -19,8 +19,9 @@ from tandem.data.store.sets import PERCENT, ProgressBar, percent_of
 from tandem.data.store.token_store import TokenStore
 from tandem.data.text.template import Template
 from tandem.errors import ConfigError, DataError
+from tandem.evaluation.data_requests import DataRequest
 from tandem.evaluation.reading import SetKind, kind_and_fields, prior_set, rows_in
-from tandem.evaluation.request import DataRequest, Subject
+from tandem.evaluation.request import Subject
 from tandem.evaluation.rewardbench import EXAMPLE_COUNTS, TIES, ties_kind_and_number
 from tandem.terminal.arguments import option
 from tandem.terminal.printable import listed

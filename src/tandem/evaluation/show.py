@@ -35,6 +35,8 @@ def show(found: Evaluation, console: SafeConsole, per_pair: Path | None = None, 
     """Print everything that was measured. `per_pair`: the file with every pair; `has_replaced`: whether there was one before."""
     printer = _Printer(console)
     printer.say(_heading(found))
+    for text in found.left_out:
+        printer.say(text)
     for name, reasons in found.skipped.items():
         printer.say(f"{name}: left out {listed(f'{count:,} ({reason})' for reason, count in reasons.items())}")
     if found.total is not None:
