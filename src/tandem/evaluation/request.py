@@ -18,11 +18,12 @@ from tandem.config.sections.section import EMBEDDED
 from tandem.errors import CheckpointError, ConfigError, TandemError
 from tandem.evaluation.data_requests import DataRequest, data_requests, each_once
 from tandem.evaluation.reading import check_code
+from tandem.evaluation.same_weights import refuse_same_weights
 from tandem.evaluation.unused_keys import keys_and_texts, refuse_keys_of_training, refuse_unused_keys
 from tandem.model.files.source import check_path, refuse_missing_model
 from tandem.paths import check_data
 from tandem.report.per_pair import check_per_pair
-from tandem.storage.cache import is_checkpoint, is_export, is_run, real_path
+from tandem.storage.cache import is_checkpoint, is_export, is_run
 from tandem.storage.ownership import lock_holder
 from tandem.terminal.arguments import in_command, option, setting
 from tandem.terminal.commands import finish_or_use_checkpoint, override, tandem_command
@@ -153,11 +154,7 @@ def _subjects(
     if against is None:
         return subject, None
     other = _subject("against", against, reference, beta, overrides, allow_code=allow_code)
-    if _weights(other.model) == _weights(subject.model):
-        raise ConfigError(
-            f"{option('against', against)}: the same weights as {option('model', model)}, so there is nothing to compare. Give "
-            "another model or run."
-        )
+    refuse_same_weights(subject, other)
     return _with_formats_of(subject, other), _with_formats_of(other, subject)
 
 
@@ -245,13 +242,6 @@ def named_model(key: str, name: str, policy: PolicyConfig) -> ModelRequest:
         raise ConfigError(f"{setting(key, name)}: {runs}.{hint_of_run(folder)}")
     check_path(key, name)
     return ModelRequest(name=name, key=key, policy=plain)
-
-
-def _weights(model: ModelRequest) -> tuple[str, str | None]:
-    """Return what names the weights of a model: its adapter, which belongs to one base, or its folder; or its hub name."""
-    policy = model.policy
-    name = policy.lora.adapter if policy.lora.enabled and policy.lora.adapter is not None else policy.model_name
-    return str(real_path(name)) if Path(name).exists() else name, policy.revision
 
 
 def _has_settings(folder: Path) -> bool:

@@ -12,6 +12,7 @@ import yaml
 from tandem.config.load import load_config
 from tandem.errors import CheckpointError, ConfigError, DataError
 from tandem.evaluation.request import check_request
+from tandem.exporting.request import RECORD
 from tandem.terminal.arguments import command_words
 from tandem.terminal.commands import tandem_command
 from tandem.training.run.lock import locked
@@ -339,8 +340,11 @@ def test_a_run_or_model_given_as_data_is_compared_with(run, data, tmp_path):
     )
 
 
-def test_a_model_is_not_compared_with_itself(run, data, monkeypatch, tmp_path):
-    (run / "model" / "model.safetensors").touch()
+def test_a_model_is_not_compared_with_itself(run, data, tmp_path):
+    (run / "model" / "model.safetensors").write_bytes(b"one")
+    export = shutil.copytree(run / "model", run / "exports" / "step_22")  # of the same step
+    (export / "README.md").write_text("Made by tandem export.")
+    (export / RECORD).write_text(json.dumps({"step": 22}))
     (tmp_path / "link").symlink_to(run)
     for model, other in [
         ("embedded", "embedded"),
@@ -348,12 +352,17 @@ def test_a_model_is_not_compared_with_itself(run, data, monkeypatch, tmp_path):
         (str(run), f"{run}/model"),
         (f"{run}/model", str(run)),
         (str(run), str(tmp_path / "link")),
+        (str(run), str(export)),
+        (str(export), f"{run}/model"),
     ]:
         assert refused(model, [data], against=other) == (
             f"--against {other}: the same weights as MODEL {model}, so there is nothing to compare. Give another model or run."
         )
     copy = shutil.copytree(run, tmp_path / "copy")
-    assert check_request(str(run), [data], against=str(copy)).against.run == copy
+    for name, content in {"model.safetensors": b"two", "config.json": b'{"rope_theta": 1}'}.items():
+        shutil.copytree(run / "model", copy / "model", dirs_exist_ok=True)
+        (copy / "model" / name).write_bytes(content)
+        assert check_request(str(run), [data], against=str(copy)).against.run == copy
 
 
 def test_adapters_are_compared_by_their_own_folder(run, data, tmp_path):
