@@ -110,6 +110,7 @@ def check_request(
     refuse_unused_keys(
         overrides,
         [one.path for one in sets],
+        beta=beta,
         has_run=any(one is not None and one.run is not None for one in (subject, other)),
         are_of_run=not data and subject.run is not None,
     )

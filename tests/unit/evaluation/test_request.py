@@ -303,6 +303,16 @@ def test_keys_without_an_effect_on_these_models_and_sets_are_refused(run, data, 
     assert check_request("embedded", [data], against=str(run), overrides=["dpo.preference_loss=ipo"]).against.run == run
 
 
+def test_beta_is_given_once(run, data):
+    for given in ("dpo.reference_policy_kl_penalty=0.5", {"dpo": {"reference_policy_kl_penalty": 0.5}}):
+        text = given if isinstance(given, str) else "dpo.reference_policy_kl_penalty"
+        assert refused(str(run), [data], beta=0.2, overrides=[given]) == (
+            f"{text}: --beta 0.2 gives this value too. Leave out one of them."
+        )
+        found = check_request(str(run), [data], overrides=[given])
+        assert found.subject.dpo.reference_policy_kl_penalty == 0.5
+
+
 def test_a_run_or_model_given_as_data_is_compared_with(run, data, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(run, other)
