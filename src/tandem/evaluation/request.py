@@ -17,7 +17,7 @@ from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.config.sections.section import EMBEDDED
 from tandem.errors import CheckpointError, ConfigError, TandemError
 from tandem.evaluation.data_requests import DataRequest, data_requests, each_once
-from tandem.evaluation.reading import check_code
+from tandem.evaluation.reading import check_code, check_field
 from tandem.evaluation.same_weights import refuse_same_weights
 from tandem.evaluation.unused_keys import keys_and_texts, refuse_keys_of_training, refuse_unused_keys
 from tandem.model.files.source import check_path, refuse_missing_model
@@ -122,6 +122,8 @@ def check_request(
         raise ConfigError(
             f"{option('per_pair')} and {option('by')} describe pairs, but no {option('data')} is given. Add a data file."
         )
+    if by is not None:
+        check_field(sets, by)
     return Request(
         subject=subject,
         against=other,

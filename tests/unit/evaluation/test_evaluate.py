@@ -443,15 +443,6 @@ def test_too_little_memory_is_answered_with_keys_that_an_evaluation_takes(other_
     )
 
 
-def test_a_field_that_no_row_has_is_refused(other_model, ranked):
-    with pytest.raises(DataError) as caught:
-        evaluate(other_model, [ranked], by="domain")
-    assert (
-        str(caught.value)
-        == f"--by domain: no row of {ranked} has a field domain. Give the name of a field of the rows."
-    )
-
-
 def test_the_format_function_of_a_run_reads_a_file_that_no_format_fits(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = "def mine(row):\n    return {'prompt': row['q'], 'chosen': row['good'], 'rejected': row['bad']}\n"

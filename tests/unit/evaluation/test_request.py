@@ -303,6 +303,20 @@ def test_keys_without_an_effect_on_these_models_and_sets_are_refused(run, data, 
     assert check_request("embedded", [data], against=str(run), overrides=["dpo.preference_loss=ipo"]).against.run == run
 
 
+def test_a_field_that_no_row_has_is_refused_with_the_fields_of_the_first_row(data, tmp_path):
+    begin = f"--by domain: no row of {data} has a value for this field. Give a field of the rows, such as those of the first row"
+    assert refused("embedded", [data], by="domain", error=DataError) == f"{begin}: prompt, chosen, rejected."
+    row = {"prompt": "Hi", "chosen": "yes", "rejected": "no"}
+    for more, fields in [
+        ({"domain": ""}, "prompt, chosen, rejected"),
+        ({f"f{i}": i for i in range(20)}, "prompt, chosen, rejected, f0, f1, f2, f3, f4, f5, f6, f7, f8 and 11 more"),
+    ]:
+        (tmp_path / "pairs.jsonl").write_text(json.dumps(row | more) + "\n" + json.dumps(row) + "\n")
+        assert refused("embedded", [data], by="domain", error=DataError) == f"{begin}: {fields}."
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"domain": 0}) + "\n")
+    assert check_request("embedded", [data], by="domain").by == "domain"
+
+
 def test_beta_is_given_once(run, data):
     for given in ("dpo.reference_policy_kl_penalty=0.5", {"dpo": {"reference_policy_kl_penalty": 0.5}}):
         text = given if isinstance(given, str) else "dpo.reference_policy_kl_penalty"
