@@ -12,6 +12,7 @@ from tandem.evaluation.harness import check_installed, run_tasks
 from tandem.evaluation.measure import Measured, measure_model
 from tandem.evaluation.records import Evaluation, HarnessResult
 from tandem.evaluation.request import Request, check_request
+from tandem.evaluation.same_weights import refuse_same_weights
 from tandem.evaluation.summary import PairResults, benchmarks, best_of_n
 from tandem.exporting.cached import export_checkpoint
 from tandem.model.files.source import find_source
@@ -79,6 +80,8 @@ def run_request(request: Request, reporter: Reporter) -> Evaluation:
                 if model.trained_with is not None:
                     source = find_source(model.key, model.policy.model_name, model.policy.revision)
                     refuse_changed(model.trained_with, source)
+    if request.against is not None:
+        refuse_same_weights(request.subject, request.against)  # a checkpoint is exported now
     if not request.data:
         return _only_tasks(request, reporter)
     started = time.perf_counter()
@@ -114,6 +117,7 @@ def run_request(request: Request, reporter: Reporter) -> Evaluation:
         comparison=comparison,
         harness=_tasks(request, reporter),
         skipped={one.set.name: one.set.skipped for one in measured.sets if one.set.skipped},
+        left_out=request.left_out,
         seconds=seconds,
         pairs_per_second=total.num_pairs / measured.seconds,
     )

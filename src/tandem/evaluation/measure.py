@@ -19,8 +19,9 @@ from tandem.data.text.template import make_template
 from tandem.data.text.tokenizer import load_tokenizer
 from tandem.errors import ConfigError
 from tandem.evaluation.classifier import is_classifier, measure_scores
+from tandem.evaluation.data_requests import DataRequest
 from tandem.evaluation.records import ScoredBy
-from tandem.evaluation.request import DataRequest, ModelRequest, Subject
+from tandem.evaluation.request import ModelRequest, Subject
 from tandem.evaluation.sets import EvaluationSet, open_evaluation_sets
 from tandem.model.architecture import check_packable
 from tandem.model.checks.positions import check_positions, position_limit

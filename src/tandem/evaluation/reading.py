@@ -12,13 +12,18 @@ from tandem.data.read.files import SourceFile, find_files
 from tandem.data.read.hub import is_hub_name
 from tandem.data.read.sources import RowError, SourceRow, read_chunks, rows_of
 from tandem.data.store.opening import is_prepared
+from tandem.errors import DataError
 from tandem.evaluation.rewardbench import EXAMPLE_COUNTS, PRIOR_SETS
+from tandem.terminal.arguments import option
+from tandem.terminal.printable import listed
 from tandem.user_code import RefusedCodeError
 
 if TYPE_CHECKING:
-    from tandem.evaluation.request import DataRequest, Subject
+    from tandem.evaluation.data_requests import DataRequest
+    from tandem.evaluation.request import Subject
 
 SetKind = Literal["pairs", "RewardBench", "RewardBench 2"]
+SHOWN_FIELDS = 12
 READING_KEYS = ("prompt_key", "chosen_key", "rejected_key")
 REWARDBENCH_2_KEYS = ("prompt", "chosen", "rejected", "num_correct", "total_completions", "subset")  # and id
 
@@ -28,6 +33,31 @@ def check_code(data: "Iterable[DataRequest]", subject: "Subject") -> None:
     for one in data if subject.refused_formats else ():
         if one.fields is not None or not is_hub_name(one.path):
             kind_and_fields(one, subject)
+
+
+def check_field(data: "Iterable[DataRequest]", by: str) -> None:
+    """Raise DataError if no row of a set has the field by which results are given. Sets on the hub are checked later."""
+    for one in data:
+        if not is_hub_name(one.path):
+            require_field(one, one.fields or DatasetFields(data_path=one.path), by)
+
+
+def require_field(one: "DataRequest", fields: DatasetFields, by: str) -> None:
+    """Raise DataError if no row of a set has a value for a field. Reads up to the first row that has one."""
+    if is_prepared(Path(one.path)):
+        raise DataError(
+            f"{option('by', by)}: {one.path} is prepared, and keeps tokens only. Give the file that it was made from."
+        )
+    names: list[str] | None = None  # of the first row's fields
+    for row in rows_in(find_files(one.path, fields)):
+        if row.value.get(by) not in (None, ""):
+            return
+        names = [name for name in row.value if name != by] if names is None else names
+    if names is not None:
+        raise DataError(
+            f"{option('by', by)}: no row of {one.path} has a value for this field. Give a field of the rows, such as those of "
+            f"the first row: {listed(names, most=SHOWN_FIELDS)}."
+        )
 
 
 def kind_and_fields(one: "DataRequest", subject: "Subject") -> tuple[SetKind, DatasetFields]:

@@ -137,6 +137,7 @@ class Evaluation:
     comparison: Comparison | None = None
     harness: tuple[HarnessResult, ...] = ()
     skipped: dict[str, dict[str, int]]  # by set: rows that were left out, by reason
+    left_out: tuple[str, ...] = ()  # data that is also given under another name, in sentences
     seconds: float  # with loading and tokenising
     pairs_per_second: float | None  # of the model alone, without loading, tokenising and the reference
 

@@ -15,14 +15,15 @@ from tandem.config.sections.dpo import Dpo
 from tandem.config.sections.policy import Lora
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.config.sections.section import EMBEDDED
-from tandem.embedded.files import VALIDATION
 from tandem.errors import ConfigError, TandemError
-from tandem.evaluation.reading import check_code
+from tandem.evaluation.data_requests import DataRequest, data_requests, each_once
+from tandem.evaluation.reading import check_code, check_field
+from tandem.evaluation.same_weights import refuse_same_weights
 from tandem.evaluation.unused_keys import keys_and_texts, refuse_keys_of_training, refuse_unused_keys
 from tandem.model.files.source import check_path, refuse_missing_model
 from tandem.paths import check_data
 from tandem.report.per_pair import check_per_pair
-from tandem.storage.cache import is_checkpoint, is_export, is_run, real_path
+from tandem.storage.cache import is_checkpoint, is_export, is_run
 from tandem.terminal.arguments import in_command, option, setting
 from tandem.terminal.commands import override, tandem_command
 from tandem.training.checkpoint.start_model import TrainedWith, base_of, config_without_data, reference_of
@@ -61,21 +62,13 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataRequest:
-    """A set to measure. fields: how to read it; None: decided by its first row."""
-
-    name: str
-    path: str
-    fields: DatasetFields | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A checked evaluation: nothing has been loaded yet."""
 
     subject: Subject
     against: Subject | None
     data: tuple[DataRequest, ...]
+    left_out: tuple[str, ...]  # of the data that was given, what is measured under another name, in sentences
     by: str | None
     per_pair: Path | None
     tasks: tuple[str, ...]
@@ -111,10 +104,12 @@ def check_request(
         options |= {"lm_eval": lm_eval, "include_path": include_path, "limit": limit, "allow_code": allow_code}
         raise ConfigError(_given_as_data(model_path, model, data, options, overrides))
     subject, other = _subjects(model, against, reference, beta, overrides, allow_code=allow_code)
-    sets = _data_requests(data, subject, tasks=bool(lm_eval))
+    once, left_out = each_once(data)
+    sets = data_requests(once, subject, tasks=bool(lm_eval))
     refuse_unused_keys(
         overrides,
         [one.path for one in sets],
+        beta=beta,
         has_run=any(one is not None and one.run is not None for one in (subject, other)),
         are_of_run=not data and subject.run is not None,
     )
@@ -126,10 +121,13 @@ def check_request(
         raise ConfigError(
             f"{option('per_pair')} and {option('by')} describe pairs, but no {option('data')} is given. Add a data file."
         )
+    if by is not None:
+        check_field(sets, by)
     return Request(
         subject=subject,
         against=other,
         data=sets,
+        left_out=left_out,
         by=by,
         per_pair=per_pair,
         tasks=tuple(lm_eval),
@@ -158,11 +156,7 @@ def _subjects(
     if against is None:
         return subject, None
     other = _subject("against", against, reference, beta, overrides, allow_code=allow_code)
-    if _weights(other.model) == _weights(subject.model):
-        raise ConfigError(
-            f"{option('against', against)}: the same weights as {option('model', model)}, so there is nothing to compare. Give "
-            "another model or run."
-        )
+    refuse_same_weights(subject, other)
     return _with_formats_of(subject, other), _with_formats_of(other, subject)
 
 
@@ -250,13 +244,6 @@ def named_model(key: str, name: str, policy: PolicyConfig) -> ModelRequest:
         raise ConfigError(f"{setting(key, name)}: {runs}.{hint_of_run(folder)}")
     check_path(key, name)
     return ModelRequest(name=name, key=key, policy=plain)
-
-
-def _weights(model: ModelRequest) -> tuple[str, str | None]:
-    """Return what names the weights of a model: its adapter, which belongs to one base, or its folder; or its hub name."""
-    policy = model.policy
-    name = policy.lora.adapter if policy.lora.enabled and policy.lora.adapter is not None else policy.model_name
-    return str(real_path(name)) if Path(name).exists() else name, policy.revision
 
 
 def _has_settings(folder: Path) -> bool:
@@ -360,31 +347,3 @@ def _option_words(name: str, value: Any) -> list[str]:
     if value is True:
         return [option(name, True)]
     return [option(name), ",".join(value) if isinstance(value, list | tuple) else str(value)]
-
-
-def _data_requests(data: Sequence[str], subject: Subject, *, tasks: bool) -> tuple[DataRequest, ...]:
-    if data:
-        return tuple(
-            DataRequest(name=path, path=str(VALIDATION) if path == EMBEDDED else path) for path in dict.fromkeys(data)
-        )
-    if subject.run is None:
-        if tasks:
-            return ()
-        raise ConfigError(
-            f"{option('model', subject.name)}: not a run, so give {option('data')}: one or more files of preference pairs, "
-            "or embedded."
-        )
-    sets = subject.config.data.validation_sets
-    if not sets and not tasks:
-        raise ConfigError(
-            f"{option('model', subject.name)}: the run has no validation set. Give {option('data')}: a file of preference "
-            "pairs."
-        )
-    return tuple(
-        DataRequest(
-            name=name,
-            path=str(VALIDATION) if fields.data_path == EMBEDDED else str(fields.data_path or ""),
-            fields=fields,
-        )
-        for name, fields in sets.items()
-    )

@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 
 from tandem.config.sections.datasets import DatasetFields
 from tandem.data.read.files import find_files
-from tandem.data.store.opening import is_prepared, open_store
+from tandem.data.store.opening import open_store
 from tandem.data.store.processes import Processes
 from tandem.data.store.selection import Preferences
 from tandem.data.store.sets import PERCENT, ProgressBar, percent_of
 from tandem.data.store.token_store import TokenStore
 from tandem.data.text.template import Template
 from tandem.errors import ConfigError, DataError
-from tandem.evaluation.reading import SetKind, kind_and_fields, prior_set, rows_in
-from tandem.evaluation.request import DataRequest, Subject
+from tandem.evaluation.data_requests import DataRequest
+from tandem.evaluation.reading import SetKind, kind_and_fields, prior_set, require_field, rows_in
+from tandem.evaluation.request import Subject
 from tandem.evaluation.rewardbench import EXAMPLE_COUNTS, TIES, ties_kind_and_number
-from tandem.terminal.arguments import option
 from tandem.terminal.printable import listed
 
 SHOWN_ROWS = 3
@@ -106,10 +106,8 @@ def open_evaluation_sets(
 
 def _labels(one: DataRequest, fields: DatasetFields, by: str | None) -> dict[str, RowLabels]:
     """The labels of every row, by its place. The file is read a second time: the store keeps tokens only."""
-    if is_prepared(Path(one.path)):
-        raise DataError(
-            f"{option('by', by)}: {one.path} is prepared, and keeps tokens only. Give the file that it was made from."
-        )
+    if by is not None:
+        require_field(one, fields, by)
     labels = {}
     files = find_files(one.path, fields)
     for file in files:
@@ -125,10 +123,6 @@ def _labels(one: DataRequest, fields: DatasetFields, by: str | None) -> dict[str
                 num_correct=len(chosen) if isinstance(chosen, list) else 0,
                 field=_as_text(value),
             )
-    if by is not None and not any(label.field for label in labels.values()):
-        raise DataError(
-            f"{option('by', by)}: no row of {one.path} has a field {by}. Give the name of a field of the rows."
-        )
     return labels
 
 

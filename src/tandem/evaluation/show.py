@@ -35,6 +35,8 @@ def show(found: Evaluation, console: SafeConsole, per_pair: Path | None = None, 
     """Print everything that was measured. `per_pair`: the file with every pair; `has_replaced`: whether there was one before."""
     printer = _Printer(console)
     printer.say(_heading(found))
+    for text in found.left_out:
+        printer.say(text)
     for name, reasons in found.skipped.items():
         printer.say(f"{name}: left out {listed(f'{count:,} ({reason})' for reason, count in reasons.items())}")
     if found.total is not None:
@@ -126,16 +128,16 @@ def _show_groups(title: str, groups: Sequence[Group], found: Evaluation, printer
     columns = ["set", "pairs"]
     has_rewards = groups[0].accuracy is not None
     columns += ["accuracy", "95 % interval", "margin"] if has_rewards else []
-    columns += ["logp acc.", "per token"] if groups[0].logps_accuracy is not None else []
-    columns += [] if has_rewards else ["95 % interval"]
+    if groups[0].logps_accuracy is not None:
+        columns += ["logp acc.", *([] if has_rewards else ["95 % interval"]), "per token"]
     rows = []
     for group in groups:
         row = [_shortened(group.name), f"{group.num_pairs:,}"]
         if group.accuracy is not None and group.rewards_margin is not None:
             row += [_share(group.accuracy), _interval(group.accuracy), f"{group.rewards_margin.value:.3g}"]
         if group.logps_accuracy is not None and group.logps_per_token_accuracy is not None:
-            row += [_share(group.logps_accuracy), _share(group.logps_per_token_accuracy)]
-            row += [] if has_rewards else [_interval(group.logps_accuracy)]
+            interval = [] if has_rewards else [_interval(group.logps_accuracy)]
+            row += [_share(group.logps_accuracy), *interval, _share(group.logps_per_token_accuracy)]
         rows.append(row)
     printer.table(title, columns, rows)
 

@@ -41,8 +41,10 @@ def refuse_keys_of_training(overrides: Given) -> None:
             raise ConfigError(f"{text}: this key has no effect on an evaluation. Leave it out.")
 
 
-def refuse_unused_keys(overrides: Given, paths: Sequence[str], *, has_run: bool, are_of_run: bool) -> None:
-    """Raise ConfigError for a key that has no effect on these models and sets.
+def refuse_unused_keys(
+    overrides: Given, paths: Sequence[str], *, beta: float | None, has_run: bool, are_of_run: bool
+) -> None:
+    """Raise ConfigError for a key that has no effect on these models and sets, or on this beta.
 
     `paths`: those of the sets. `has_run`: whether one of the models is a run, whose loss is measured. `are_of_run`: whether the
     sets are the validation sets of the run.
@@ -54,6 +56,8 @@ def refuse_unused_keys(overrides: Given, paths: Sequence[str], *, has_run: bool,
             raise ConfigError(
                 f"{text}: keys of dpo have an effect on the loss of a run, and no run is evaluated. {hint}."
             )
+        if key == BETA_KEY and beta is not None:
+            raise ConfigError(f"{text}: {option('beta', beta)} gives this value too. Leave out one of them.")
         if _is_below(key, ("data.default",)) and are_of_run:
             raise ConfigError(
                 f"{text}: this key has no effect on the validation sets of the run, which are read as in training. Give "

@@ -18,7 +18,7 @@ from tandem.errors import ConfigError, DataError, DiskError, TandemError, full_d
 from tandem.generation.generate import Named, Opened, opened
 from tandem.generation.records import Engine, EngineSettings, Prompt, Sampling, as_dicts
 from tandem.generation.show import STOPPED, show_answers, shown_completion, streamed_end
-from tandem.storage.cache import replacing
+from tandem.storage.cache import refuse_other_suffix, replacing
 from tandem.terminal.arguments import option
 from tandem.terminal.printable import byte_that_is_not_utf8
 
@@ -145,6 +145,7 @@ class Chat:
         if "\0" in file:
             raise ConfigError(f"/save {file}: not a name of a file. Choose another name.")
         path = Path(expand_home(file))
+        refuse_other_suffix(f"/save {file}", path)
         if os.path.lexists(path):
             raise ConfigError(f"/save {file}: this file exists. Choose another name.")
         try:

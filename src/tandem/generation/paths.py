@@ -3,10 +3,8 @@
 from pathlib import Path
 
 from tandem.errors import ConfigError
+from tandem.storage.cache import refuse_other_suffix
 from tandem.terminal.arguments import option
-
-# Of files in other formats, compressed ones included: other programs, and tandem itself, would fail to read JSON lines there.
-OTHER_SUFFIXES = (".csv", ".tsv", ".parquet", ".arrow", ".feather", ".xlsx", ".gz", ".zst", ".bz2", ".xz", ".zip")
 
 
 def check_out(path: Path) -> None:
@@ -15,11 +13,7 @@ def check_out(path: Path) -> None:
         raise ConfigError(
             f"{option('out', path)}: a folder. Give the name of a file, such as {path / 'completions.jsonl'}."
         )
-    if path.suffix.lower() in OTHER_SUFFIXES:
-        raise ConfigError(
-            f"{option('out', path)}: JSON lines are written, which a {path.suffix} file does not hold. Give a name that ends "
-            f"in .jsonl, such as {path.with_suffix('.jsonl')}."
-        )
+    refuse_other_suffix(option("out", path), path)
     if not path.parent.is_dir():
         what = (
             "is a file, not a folder. Choose"

@@ -11,7 +11,7 @@ from tandem.config.losses import needs_reference, scope_of
 from tandem.config.sections.dpo import Dpo
 from tandem.data.store.selection import Preferences
 from tandem.errors import ConfigError
-from tandem.storage.cache import check_writable, real_path, replacing
+from tandem.storage.cache import check_writable, real_path, refuse_other_suffix, replacing
 from tandem.terminal.arguments import option
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ def check_per_pair(path: Path) -> None:
         raise ConfigError(f"{option('per_pair', path)}: a directory. Give the name of a file.")
     if path.exists() and not path.is_file():  # such as /dev/null, which must not be replaced
         raise ConfigError(f"{option('per_pair', path)}: not a plain file. Give the name of a file.")
+    refuse_other_suffix(option("per_pair", path), path)
     if not path.parent.is_dir():
         problem = (
             f"{path.parent} is a file, not a folder. Choose another file."

@@ -32,6 +32,8 @@ MANIFEST_FINGERPRINT = "fingerprint_of_manifest"
 MAX_MANIFEST_BYTES = 256 * 1024 * 1024  # much larger than any real manifest
 PUBLISHED_IN_CACHE = ("tokens", "packs", "reference", "models")
 NOTED_IN_CACHE = ("hashes", "hub", "rows", "tokenizers")
+# Of files in other formats, compressed ones included: other programs, and tandem itself, would fail to read JSON lines there.
+OTHER_SUFFIXES = (".csv", ".tsv", ".parquet", ".arrow", ".feather", ".xlsx", ".gz", ".zst", ".bz2", ".xz", ".zip")
 
 
 def cache_dir() -> Path:
@@ -65,6 +67,15 @@ def check_writable(folder: Path, what: str, instead: str) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"{what} cannot be written ({error.strerror}). {instead}") from None
+
+
+def refuse_other_suffix(place: str, path: Path) -> None:
+    """Raise ConfigError if JSON lines are to be written to a file with the name of another format. `place`: what names it."""
+    if path.suffix.lower() in OTHER_SUFFIXES:
+        raise ConfigError(
+            f"{place}: JSON lines are written, which a {path.suffix} file does not hold. Give a name that ends in .jsonl, such "
+            f"as {path.with_suffix('.jsonl')}."
+        )
 
 
 def free_bytes(folder: Path) -> int | None:

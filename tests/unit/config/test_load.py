@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from tandem.config.keys import all_keys
 from tandem.config.load import load_config, require_training_set
 from tandem.config.schema import Config
+from tandem.config.source.overrides import parse_override
 from tandem.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("of_a_command")
@@ -319,13 +320,32 @@ def test_several_paths_get_the_hint_to_write_a_list_of_sets():
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("run.seed", "missing EQUAL at '<EOF>'"), ("run={name", "no viable alternative at input '{name'")],
+    [("run={name", "no viable alternative at input '{name'")],
 )
 def test_an_invalid_override_is_refused_with_the_grammar(text, reason):
     assert refusal(None, text) == (
         f"override {text!r}: {reason}. Write key=value, +key=value or ~key; quote values that contain "
         """, = { } [ ] or spaces: 'key="a, b"'."""
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("run.seed", "an override is KEY=VALUE, such as run.seed=1. Write the key and its value."),
+        ("nope.yaml", "a configuration file. Write --config nope.yaml."),
+        ("configs/DPO.YML", "a configuration file. Write --config configs/DPO.YML."),
+        ("train_dpo.py", "a configuration file. Write --config train_dpo.py."),
+        (
+            "data/pairs.jsonl",
+            "a path without a key. Write --config FILE for a configuration, or data.train=data/pairs.jsonl.",
+        ),
+    ],
+)
+def test_an_override_without_a_value_is_refused_with_what_it_probably_means(text, advice, of_a_command):
+    assert refusal(None, text) == f"override {text!r}: {advice}"
+    with pytest.raises(ConfigError, match=r"\Aoverride "):
+        parse_override(text)  # of a sweep
 
 
 def test_an_override_too_long_for_a_file_name_is_refused():

@@ -9,6 +9,7 @@ from models import MODEL
 from tandem.cli import main as cli
 from tandem.cli.eval import OVERRIDE
 from tandem.embedded.files import VALIDATION
+from tandem.evaluation.evaluate import evaluate
 
 
 @pytest.fixture
@@ -44,6 +45,35 @@ def test_the_table_is_printed_and_nothing_else_on_standard_output(run_here, pair
     assert line.split()[2] == "0.500"
 
 
+def test_an_interval_follows_the_accuracy_that_it_belongs_to(run_here, pairs):
+    _, out, _ = run_here(MODEL, pairs, "--json", "--quiet")
+    group = json.loads(out)["by_length"][0]
+    low, high = (f"{group['logps_accuracy'][name]:.3f}" for name in ("low", "high"))
+    accuracies = [f"{group[name]['value']:.3f}" for name in ("logps_accuracy", "logps_per_token_accuracy")]
+    _, out, _ = run_here(MODEL, pairs, "--quiet")
+    heading, first = out.partition("By length of the chosen completion\n")[2].splitlines()[:2]
+    assert " ".join(heading.split()) == "set pairs logp acc. 95 % interval per token"
+    assert first.split()[-5:] == [accuracies[0], low, "to", high, accuracies[1]]
+
+
+def test_data_that_is_given_twice_is_measured_once(run_here, pairs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link.jsonl").symlink_to(pairs)
+    code, out, _ = run_here(MODEL, "pairs.jsonl", "./pairs.jsonl", pairs.name, "link.jsonl", "--quiet")
+    lines = out.partition("6 pairs of 6 prompts")[2].splitlines()
+    assert (code, lines[1:4]) == (
+        0,
+        [
+            "./pairs.jsonl is the same data as pairs.jsonl, and measured once.",
+            "pairs.jsonl is named twice, and measured once.",
+            "link.jsonl is the same data as pairs.jsonl, and measured once.",
+        ],
+    )
+    found = evaluate(MODEL, [pairs.name, str(pairs)])
+    assert (found.total.num_pairs, found.by_set[0].name) == (6, "pairs.jsonl")
+    assert found.left_out == (f"{pairs} is the same data as pairs.jsonl, and measured once.",)
+
+
 def test_a_per_pair_file_says_whether_it_replaces_an_earlier_one(run_here, pairs, tmp_path):
     file = tmp_path / "of-pairs.jsonl"
     line = f"{file}: every pair, those the model disagrees with most first"
@@ -69,7 +99,7 @@ def test_json_has_the_documented_keys(run_here, pairs):
             "harness",
             "skipped",
         ),
-        *("seconds", "pairs_per_second"),
+        *("left_out", "seconds", "pairs_per_second"),
     ]
     assert list(found["total"]) == [
         *("name", "num_pairs", "num_prompts", "accuracy", "logps_accuracy", "logps_per_token_accuracy"),

@@ -154,6 +154,7 @@ def test_the_reference_is_computed_once(other_model, ranked, monkeypatch):
 
 def test_two_models_are_compared_on_the_same_pairs(other_model, ranked, tmp_path):
     copy = shutil.copytree(other_model, tmp_path / "copy")
+    (copy / "vocabulary_notes.txt").touch()  # a copy without a difference is refused
     same = evaluate(other_model, [ranked], against=str(copy)).comparison
     assert [(one.difference.value, one.num_better, one.num_worse, one.p_value) for one in same.differences] == [
         (0, 0, 0, 1)
@@ -163,6 +164,17 @@ def test_two_models_are_compared_on_the_same_pairs(other_model, ranked, tmp_path
     differs = evaluate(other_model, [ranked], against=str(MODEL), reference=str(MODEL)).comparison
     assert [one.metric for one in differs.differences] == ["accuracy", "logps_accuracy", "logps_per_token_accuracy"]
     assert differs.differences[0].against == 0.5  # equal to its reference: every pair is a tie
+
+
+def test_a_run_is_not_compared_with_the_checkpoint_that_it_exported(run, ranked):
+    checkpoint = run / "checkpoints" / "latest"
+    for model, other in [(run, checkpoint), (checkpoint, run)]:
+        with pytest.raises(ConfigError) as caught:
+            evaluate(str(model), [ranked], against=str(other))
+        assert str(caught.value) == (
+            f"--against {other}: the same weights as MODEL {model}, so there is nothing to compare. "
+            "Give another model or run."
+        )
 
 
 def test_the_data_keys_of_a_run_apply_where_the_rows_have_them(run, tmp_path):
@@ -428,15 +440,6 @@ def test_too_little_memory_is_answered_with_keys_that_an_evaluation_takes(other_
     assert str(refused.value) == (
         "CUDA out of memory. To use less memory, try policy.packing.pack_length below 1024 (rows may be as short as the longest "
         "preference); then policy.precision=bfloat16."
-    )
-
-
-def test_a_field_that_no_row_has_is_refused(other_model, ranked):
-    with pytest.raises(DataError) as caught:
-        evaluate(other_model, [ranked], by="domain")
-    assert (
-        str(caught.value)
-        == f"--by domain: no row of {ranked} has a field domain. Give the name of a field of the rows."
     )
 
 

@@ -12,6 +12,7 @@ import yaml
 from tandem.config.load import load_config
 from tandem.errors import CheckpointError, ConfigError, DataError
 from tandem.evaluation.request import check_request
+from tandem.exporting.request import RECORD
 from tandem.terminal.arguments import command_words
 from tandem.terminal.commands import tandem_command
 from tandem.training.run.lock import locked
@@ -319,6 +320,30 @@ def test_keys_without_an_effect_on_these_models_and_sets_are_refused(run, data, 
     assert check_request("embedded", [data], against=str(run), overrides=["dpo.preference_loss=ipo"]).against.run == run
 
 
+def test_a_field_that_no_row_has_is_refused_with_the_fields_of_the_first_row(data, tmp_path):
+    begin = f"--by domain: no row of {data} has a value for this field. Give a field of the rows, such as those of the first row"
+    assert refused("embedded", [data], by="domain", error=DataError) == f"{begin}: prompt, chosen, rejected."
+    row = {"prompt": "Hi", "chosen": "yes", "rejected": "no"}
+    for more, fields in [
+        ({"domain": ""}, "prompt, chosen, rejected"),
+        ({f"f{i}": i for i in range(20)}, "prompt, chosen, rejected, f0, f1, f2, f3, f4, f5, f6, f7, f8 and 11 more"),
+    ]:
+        (tmp_path / "pairs.jsonl").write_text(json.dumps(row | more) + "\n" + json.dumps(row) + "\n")
+        assert refused("embedded", [data], by="domain", error=DataError) == f"{begin}: {fields}."
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"domain": 0}) + "\n")
+    assert check_request("embedded", [data], by="domain").by == "domain"
+
+
+def test_beta_is_given_once(run, data):
+    for given in ("dpo.reference_policy_kl_penalty=0.5", {"dpo": {"reference_policy_kl_penalty": 0.5}}):
+        text = given if isinstance(given, str) else "dpo.reference_policy_kl_penalty"
+        assert refused(str(run), [data], beta=0.2, overrides=[given]) == (
+            f"{text}: --beta 0.2 gives this value too. Leave out one of them."
+        )
+        found = check_request(str(run), [data], overrides=[given])
+        assert found.subject.dpo.reference_policy_kl_penalty == 0.5
+
+
 def test_a_run_or_model_given_as_data_is_compared_with(run, data, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(run, other)
@@ -356,8 +381,11 @@ def test_a_run_or_model_given_as_data_is_compared_with(run, data, tmp_path):
     )
 
 
-def test_a_model_is_not_compared_with_itself(run, data, monkeypatch, tmp_path):
-    (run / "model" / "model.safetensors").touch()
+def test_a_model_is_not_compared_with_itself(run, data, tmp_path):
+    (run / "model" / "model.safetensors").write_bytes(b"one")
+    export = shutil.copytree(run / "model", run / "exports" / "step_22")  # of the same step
+    (export / "README.md").write_text("Made by tandem export.")
+    (export / RECORD).write_text(json.dumps({"step": 22}))
     (tmp_path / "link").symlink_to(run)
     for model, other in [
         ("embedded", "embedded"),
@@ -365,12 +393,17 @@ def test_a_model_is_not_compared_with_itself(run, data, monkeypatch, tmp_path):
         (str(run), f"{run}/model"),
         (f"{run}/model", str(run)),
         (str(run), str(tmp_path / "link")),
+        (str(run), str(export)),
+        (str(export), f"{run}/model"),
     ]:
         assert refused(model, [data], against=other) == (
             f"--against {other}: the same weights as MODEL {model}, so there is nothing to compare. Give another model or run."
         )
     copy = shutil.copytree(run, tmp_path / "copy")
-    assert check_request(str(run), [data], against=str(copy)).against.run == copy
+    for name, content in {"model.safetensors": b"two", "config.json": b'{"rope_theta": 1}'}.items():
+        shutil.copytree(run / "model", copy / "model", dirs_exist_ok=True)
+        (copy / "model" / name).write_bytes(content)
+        assert check_request(str(run), [data], against=str(copy)).against.run == copy
 
 
 def test_adapters_are_compared_by_their_own_folder(run, data, tmp_path):

@@ -123,6 +123,16 @@ def test_a_conversation_is_saved_with_the_system_message_of_its_last_answer(tmp_
     assert (kind, none) == ({"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"})
 
 
+def test_a_conversation_is_not_saved_under_the_name_of_another_format(tmp_path):
+    said, goes_on = talk(f"/save {tmp_path}/x.csv")
+    assert (said, goes_on) == (
+        f"<stderr>error: /save {tmp_path}/x.csv: JSON lines are written, which a .csv file does not hold. Give a name that ends "
+        f"in .jsonl, such as {tmp_path}/x.jsonl.\n",
+        True,
+    )
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_that_cannot_be_written_is_reported_and_nothing_is_left(tmp_path, monkeypatch):
     said, goes_on = talk(f"/save {tmp_path}/no/x", "/save a\0b", "/save ~nobody\0")
     assert (said.splitlines(), goes_on) == (

@@ -142,6 +142,17 @@ def test_a_file_of_an_earlier_measurement_is_replaced(tmp_path):
     check_per_pair(tmp_path / "empty.jsonl")
 
 
+@pytest.mark.parametrize("ending", [".csv", ".parquet", ".PARQUET", ".jsonl.gz"])
+def test_a_file_of_another_format_is_refused(tmp_path, of_a_command, ending):
+    file = tmp_path / f"pairs{ending}"
+    with pytest.raises(ConfigError) as error:
+        check_per_pair(file)
+    assert str(error.value) == (
+        f"--per-pair {file}: JSON lines are written, which a {file.suffix} file does not hold. Give a name that ends in .jsonl, "
+        f"such as {file.with_suffix('.jsonl')}."
+    )
+
+
 def test_a_device_is_refused():
     with pytest.raises(ConfigError) as error:
         check_per_pair(Path("/dev/null"))

@@ -14,6 +14,7 @@ from hydra.errors import HydraException
 
 from tandem.config.validation import COMMAND_LINE, PYTHON
 from tandem.errors import ConfigError, one_line
+from tandem.terminal.arguments import option
 from tandem.user_code import name_function
 
 # Replaces a ~ at the start of a value, which Hydra does not accept. Quoted text is left alone.
@@ -22,6 +23,7 @@ HOME_TILDE = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?:(?<=[\[{,:\
 # Replaces the colon of FILE.py:FUNCTION where it is a key of a map, {my_losses.py:focal: 1}, which Hydra would end at the colon.
 COLON = "__colon__"
 FUNCTION_IN_MAP = re.compile(r"""(?<=[{,\s])(["']?)([^"'{}\[\],\s]+\.py):([^\W\d]\w*)\1(?=\s*:)""")
+CONFIG_ENDINGS = (".yaml", ".yml", ".py")  # of files that are configurations; .py: a script for TRL
 MAPPED_KEYS = ("dpo.preference_loss",)  # keys whose value may be a map, with keys that contain dots
 
 
@@ -42,11 +44,8 @@ def parse_override(text: str) -> Override:
     except RecursionError:
         raise ConfigError(f"override {text[:40]!r}…: nested too deeply. Use fewer levels.") from None
     except HydraException as error:
-        if os.path.isfile(text):  # noqa: PTH113 - pathlib raises if the text is too long for a name
-            raise ConfigError(
-                f"override {text!r}: a file without a key. To train on it, write data.train={text}; for several files, use "
-                "a pattern in quotes, 'FOLDER/*.jsonl'."
-            ) from None
+        if "=" not in text and not text.startswith("~"):
+            raise ConfigError(f"override {text!r}: {_without_key(text)}") from None
         raise ConfigError(
             f"override {text!r}: {one_line(error)}. Write key=value, +key=value or ~key; quote values that contain "
             """, = { } [ ] or spaces: 'key="a, b"'."""
@@ -54,6 +53,22 @@ def parse_override(text: str) -> Override:
     if not override.key_or_group:
         raise ConfigError(f"override {text!r}: no key before the =. Write key=value.")
     return override
+
+
+def _without_key(text: str) -> str:
+    """Return what an argument without = probably means, and how to give it."""
+    if text.lower().endswith(CONFIG_ENDINGS):
+        return f"a configuration file. Write {option('config', text)}."
+    if os.path.isfile(text):  # noqa: PTH113 - pathlib raises if the text is too long for a name
+        return (
+            f"a file without a key. To train on it, write data.train={text}; for several files, use a pattern in quotes, "
+            "'FOLDER/*.jsonl'."
+        )
+    if "/" in text:
+        return (
+            f"a path without a key. Write {option('config', metavar='FILE')} for a configuration, or data.train={text}."
+        )
+    return "an override is KEY=VALUE, such as run.seed=1. Write the key and its value."
 
 
 @lru_cache(maxsize=1024)

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from tandem.storage.ownership import open_own
@@ -19,9 +20,9 @@ def log_of(run: Path) -> Path:
 
 
 def append_failure(log: Path, error: str) -> None:
-    """Append the first line of an error to the log of a run that failed."""
+    """Append the first line of an error to the log of a run that failed, if the disk has room for it."""
     first = error.splitlines()[0][:MAX_CHARACTERS] if error else ""
-    with open_own(log, "a") as file:
+    with suppress(OSError), open_own(log, "a") as file:
         file.write(f"\n{MARK}{first}\n")
 
 
