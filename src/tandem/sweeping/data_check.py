@@ -8,7 +8,7 @@ from tandem.config.schema import Config
 from tandem.errors import TandemError
 from tandem.exporting.cached import export_named_checkpoints
 from tandem.report.reporter import Reporter
-from tandem.sweeping.parallel import uses_several_gpus, visible_gpus
+from tandem.sweeping import parallel
 from tandem.sweeping.plan import PlannedRun, SweepPlan, of_run
 from tandem.training.start.setup import check_model, open_inputs, set_up
 
@@ -30,12 +30,12 @@ def check_data(plan: SweepPlan, runs: Sequence[PlannedRun], reporter: Reporter) 
 
 
 def _check_of_a_run(reporter: Reporter) -> Callable[[Config], None]:
-    gpus = visible_gpus()
+    gpus = parallel.visible_gpus()
     device, memory = (torch.device("cpu"), None) if gpus is None else (torch.device("cuda", 0), gpus.memory)
 
     def check(config: Config) -> None:
         export_named_checkpoints(config, reporter.say)
-        if uses_several_gpus(config):  # only its ranks know how they divide the model
+        if parallel.uses_several_gpus(config):  # only its ranks know how they divide the model
             open_inputs(config, check_model(config, needs_weights=False), reporter.progress, needs_weights=False)
         else:
             set_up(config, device, reporter.progress, memory=memory, needs_weights=False)

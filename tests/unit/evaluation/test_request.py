@@ -117,6 +117,7 @@ def test_a_run_given_as_data_is_compared_with_its_code_where_that_is_needed(code
     other, own = coded
     run = tmp_path / "plain"
     shutil.copytree(other, run)
+    (run / "model" / "model.safetensors").write_bytes(b"others")
     (run / "config.yaml").write_text(load_config(None, []).as_yaml())
     for files, more in (([], []), ([data], []), ([own], ["--allow-code"])):
         command = tandem_command("eval", str(run), *files, "--against", str(other), *more)
@@ -413,6 +414,7 @@ def test_adapters_are_compared_by_their_own_folder(run, data, tmp_path):
     (run / "model" / "config.json").unlink()
     (run / "model" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "embedded"}))
     copy = shutil.copytree(run, tmp_path / "copy")
+    (copy / "model" / "model.safetensors").write_bytes(b"others")
     assert "the same weights as" in refused(str(run), [data], against=f"{run}/model")
     assert check_request(str(run), [data], against=str(copy)).against.run == copy  # another adapter of the same base
     assert check_request(str(run), [data], against="embedded").against.run is None

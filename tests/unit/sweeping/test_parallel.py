@@ -86,8 +86,8 @@ def test_the_estimate_grows_with_rows_and_with_a_live_reference():
 
 def test_the_gpu_of_a_slot_is_the_only_one_that_its_run_sees(tmp_path, monkeypatch):
     monkeypatch.setattr(children, "COMMAND", (sys.executable, str(Path(__file__).parents[2] / "training_stub.py")))
-    monkeypatch.setattr(parallel, "visible_gpus", lambda: Gpus(("4", "6"), 100))
-    monkeypatch.setattr(parallel, "needed_bytes", lambda config, gpus: 80)
+    monkeypatch.setattr(parallel, "visible_gpus", lambda: Gpus(("4", "6"), 2**40))
+    monkeypatch.setattr(parallel, "needed_bytes", lambda config, gpus: 2**39)
     monkeypatch.setenv("STUB_NOTES", str(tmp_path / "notes.jsonl"))
     monkeypatch.setenv("STUB_SECONDS", "0.1")
     sweep(["run.seed=1,2"], out=tmp_path / "s")
