@@ -54,17 +54,15 @@ def show_runs(
     if is_cut:
         reporter.say("--json lists every changed setting with its complete value.")
     failed = [f"{run.name}: {described_failure(run.path, run.error)}" for run in runs if run.error is not None]
-    if failed:
-        reporter.say("\nRuns that failed")
-    for text in failed:
-        reporter.say(f"  {text}", hang=4)
-    if problems := [f"{run.name}: {problem}" for run in runs for problem in run.problems]:
-        reporter.say("\nNot everything could be read")
-    for text in problems:
-        reporter.say(f"  {text}", hang=4)
-    if missing:
-        reporter.say("\nRuns of this sweep without results")
-    for text in missing:
-        reporter.say(f"  {text}", hang=4)
+    problems = [f"{run.name}: {problem}" for run in runs for problem in run.problems]
+    for heading, texts in (
+        ("Runs that failed", failed),
+        ("Not everything could be read", problems),
+        ("Runs of this sweep without results", missing),
+    ):
+        if texts:
+            reporter.say(f"\n{heading}")
+        for text in texts:
+            reporter.say(f"  {text}", hang=4)
     if sweeps:
         reporter.say("\n" + "\n".join(sweeps))

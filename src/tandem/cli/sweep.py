@@ -79,4 +79,4 @@ def _describe_failures(result: "SweepResult") -> str:
         return f"{text}The same command retries them."
     if again == failed:
         return f"{text}The same command would fail in the same way: fix what the messages report first."
-    return f"{text}The same command retries them, but for {', '.join(again)}, fix what the message reports first."
+    return f"{text}The same command retries them. Before that, fix what is reported for {', '.join(again)}."

@@ -15,6 +15,7 @@ from tandem.config.sections.dpo import Dpo
 from tandem.config.sections.policy import Lora
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.config.sections.section import EMBEDDED
+from tandem.data.formats.user_formats import formats_of
 from tandem.errors import ConfigError, TandemError
 from tandem.evaluation.data_requests import DataRequest, data_requests, each_once
 from tandem.evaluation.reading import check_code, check_field
@@ -28,7 +29,7 @@ from tandem.terminal.arguments import in_command, option, setting
 from tandem.terminal.commands import override, tandem_command
 from tandem.training.checkpoint.start_model import TrainedWith, base_of, config_without_data, reference_of
 from tandem.training.run.other_folders import hint_of_run, refuse_without_model, what_runs_it_holds
-from tandem.user_code import RefusedCodeError, is_user_function
+from tandem.user_code import RefusedCodeError
 
 LENGTH_KEY = "policy.max_total_sequence_length"
 
@@ -55,9 +56,7 @@ class Subject:
     run: Path | None  # or a checkpoint of one
     sets_length: bool  # whether the longest sequence is given, by the run or by an override
     sets_fields: bool  # whether overrides say how data is read
-    own_formats: tuple[
-        str, ...
-    ] = ()  # functions that read files which no known format fits: the run's, then the other run's
+    own_formats: tuple[str, ...] = ()  # functions for files that no known format fits: the run's, then the other run's
     refused_formats: Mapping[str, str]  # those that may not be run, and why
 
 
@@ -200,14 +199,9 @@ def _subject(
         run=own,
         sets_length=own is not None or LENGTH_KEY in given,
         sets_fields=any(one.startswith("data.default") for one in given),
-        own_formats=() if own is None else _own_formats(config),
+        own_formats=() if own is None else formats_of(config.data.training_sets),
         refused_formats=loaded.refused_formats,
     )
-
-
-def _own_formats(config: Config) -> tuple[str, ...]:
-    names = (one.dataset_name for one in config.data.training_sets)
-    return tuple(dict.fromkeys(name for name in names if is_user_function(name)))
 
 
 def _with_formats_of(subject: Subject, other: Subject) -> Subject:

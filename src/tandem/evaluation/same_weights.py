@@ -13,11 +13,8 @@ from tandem.terminal.arguments import option
 if TYPE_CHECKING:
     from tandem.evaluation.request import ModelRequest, Subject
 
-ABOUT_THE_MODEL = (
-    "README.md",
-    "manifest.json",
-    RECORD,
-)  # files of an export that do not change what the model computes
+# Files of an export that do not change what the model computes.
+ABOUT_THE_MODEL = ("README.md", "manifest.json", RECORD)
 
 
 def refuse_same_weights(subject: "Subject", other: "Subject") -> None:

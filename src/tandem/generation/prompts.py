@@ -19,14 +19,13 @@ from tandem.data.formats.preference import (
     with_system,
 )
 from tandem.data.formats.prompt_files import Wording, read_text_file, why_unreadable
-from tandem.data.formats.user_formats import converted, own_format
+from tandem.data.formats.user_formats import converted, formats_of, own_format
 from tandem.data.read.files import SourceFile, find_files
 from tandem.data.read.sources import RowError, SourceRow, read_chunks, rows_of
 from tandem.embedded.files import VALIDATION
 from tandem.errors import ConfigError, DataError
 from tandem.generation.records import Prompt
 from tandem.terminal.printable import listed
-from tandem.user_code import is_user_function
 
 TEXT_SUFFIXES = (".txt", ".text")
 KEYS = DatasetFields()
@@ -57,7 +56,7 @@ class OwnFormats:
         for run in self.runs:
             file, without = str(run / "config.yaml"), ["dpo={}", "reference={}"]  # the loss is not needed
             loaded = load_config(file, without, allow_code=self.allow_code, needs_formats=False)
-            names = [one.dataset_name for one in loaded.config.data.training_sets if is_user_function(one.dataset_name)]
+            names = formats_of(loaded.config.data.training_sets)
             if (found := own_format(first, names, loaded.refused_formats)) is not None:
                 return found, ""
             tried += names

@@ -11,9 +11,9 @@ from tandem.page.sections import final_record, shown
 from tandem.run_numbers import Interval, accuracy_of, number_in
 from tandem.runs import Record, Run
 from tandem.training.checkpoint.ranking import measured_on
+from tandem.training.run.directory import CODE
 
 TRAINING_PATH = "data.train.data_path"
-CODE = "run.code."  # followed by FILE.py:FUNCTION; the value is a SHA-256
 
 
 @dataclass(frozen=True, slots=True)

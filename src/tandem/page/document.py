@@ -14,12 +14,6 @@ from tandem.runs import Status
 GENERATOR = "tandem report"  # by which an earlier page is recognised
 STYLES = ("style.css",)
 SCRIPTS = ("draw.js", "charts.js", "page.js")
-STATUS_TEXT: dict[Status, str] = {
-    "finished": "finished",
-    "running": "running",
-    "stopped": "stopped",
-    "failed": "failed",
-}
 
 
 @cache
@@ -59,7 +53,7 @@ def _hash(content: str) -> str:
 
 def header(title: str, headline: Markup, links: Sequence[tuple[str, str]], status: Status | None = None) -> Markup:
     """The bar that stays on top: name, status, headline result, the switch of colours; and links to the sections."""
-    pill = None if status is None else tag("span", STATUS_TEXT[status], class_=f"pill {status}")
+    pill = None if status is None else tag("span", status, class_=f"pill {status}")
     bar = tag(
         "div",
         tag("span", "tandem", class_="brand"),

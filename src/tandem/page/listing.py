@@ -8,12 +8,13 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 
 from tandem.config.sections.datasets import DatasetFields
-from tandem.page.comparison import CODE, TRAINING_PATH, differing_keys, validated_record
+from tandem.page.comparison import TRAINING_PATH, differing_keys, validated_record
 from tandem.page.curves import SEVERITY
 from tandem.page.html import number, percent
 from tandem.page.sections import shown
 from tandem.run_numbers import accuracy_of, number_in
 from tandem.runs import Record, Run
+from tandem.training.run.directory import CODE
 from tandem.training.run.failure import log_of
 
 COLUMNS = ["run", "status", "steps", "!", "at", "accuracy", "95 % interval", "loss", "margin"]
@@ -52,7 +53,7 @@ def changed_keys(runs: Sequence[Run]) -> list[list[str]]:
     """
     if len(runs) == 1:
         (run,) = runs
-        keys = dict.fromkeys([TRAINING_PATH, *run.changed] if TRAINING_PATH not in run.changed else run.changed)
+        keys = [*run.changed] if TRAINING_PATH in run.changed else [TRAINING_PATH, *run.changed]
         return [[_setting(key, run) for key in keys if not key.startswith(CODE) and _is_listed(key, run)]]
     nums = {key: Counter(map(_comparable, values)) for key, values in differing_keys(runs).items()}
     rows = [[key for key in nums if _is_listed(key, run)] for run in runs]

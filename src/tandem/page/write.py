@@ -39,9 +39,7 @@ class Report:
     runs: tuple[Run, ...]
     best: Best | None  # of several finished runs, the one with the highest accuracy on the same pairs
     has_replaced: bool  # whether an earlier page was at this path
-    left_out: tuple[
-        str, ...
-    ] = ()  # of several paths, those without a run or with the same run as another, in sentences
+    left_out: tuple[str, ...] = ()  # of several paths, those without a run, or with the run of another, in sentences
 
     def __repr__(self) -> str:
         """Where the page is, and its runs. A notebook prints this."""

@@ -239,8 +239,8 @@ def test_a_run_that_fails_or_crashes_is_reported_and_the_others_are_trained(tmp_
     assert "  seed-13    failed" in out
     assert NO_MATCH in out
     assert err == (
-        "tandem: error: 2 of 3 runs failed: seed-13, seed-14. Their logs are in s/logs. The same command retries them, but for "
-        "seed-13, fix what the message reports first.\n"
+        "tandem: error: 2 of 3 runs failed: seed-13, seed-14. Their logs are in s/logs. The same command retries them. "
+        "Before that, fix what is reported for seed-13.\n"
     )
     assert is_export(tmp_path / "s/seed-3/model")
     command(monkeypatch, capsys, "run.seed=13,14,3", "--out", "s")

@@ -37,12 +37,18 @@ def converted(row: SourceRow, name: str) -> tuple[SourceRow, str]:
     return found, format_name[0]
 
 
+def formats_of(sets: Iterable[DatasetFields]) -> tuple[str, ...]:
+    """Return the names of the functions of the user's by which data sets are read."""
+    names = (one.dataset_name for one in sets)
+    return tuple(dict.fromkeys(name for name in names if is_user_function(name)))
+
+
 def own_format(row: SourceRow, names: Iterable[str], refused: Mapping[str, str]) -> str | None:
-    """Return the first name of a function of the user's that reads a row, or leaves it out; None if there is none.
+    """Return the first function of the user's that reads a row, or leaves it out; None if there is none.
 
     `refused`: functions that may not be run, and why. Raise RefusedCodeError where one of them would be.
     """
-    for name in filter(is_user_function, names):
+    for name in names:
         if name in refused:
             raise RefusedCodeError(
                 f"{row.place}: no known format fits this row, and the run's own format may not be run. {refused[name]}"

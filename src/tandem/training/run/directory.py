@@ -34,7 +34,7 @@ TEMPORARY_NAMES = (
 )
 # Keys that each run has of its own: a run that is resumed keeps them, and a new one gets others.
 OWN_KEYS = ("run.dir", "run.code")
-CODE = "run.code."  # and FILE.py:FUNCTION: the hash of its file
+CODE = "run.code."  # followed by FILE.py:FUNCTION; the value is a SHA-256
 # Keys that do not affect the weights after a given step, so they may change when a run is resumed.
 MAY_CHANGE = (
     "run.name",
