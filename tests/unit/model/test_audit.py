@@ -12,6 +12,7 @@ from running import SHORT, few_pairs, killed_after, metrics_of, short_run
 from transformers import AutoModelForCausalLM
 
 from tandem.config.load import load_config
+from tandem.data.text.tokens import TokenizedPreference
 from tandem.errors import AuditError, DefectError, NonFiniteError
 from tandem.model import policy, reference
 from tandem.model.attention import pack_attention as attention
@@ -239,9 +240,15 @@ def test_the_tolerance_grows_with_the_measured_rounding_up_to_a_maximum(monkeypa
     monkeypatch.setattr(audit, "_check_last_columns", lambda *_, **__: None)
     monkeypatch.setattr(audit, "_longest_that_fits", lambda *_: 100)
 
+    class Store:
+        longest = np.array([10, 20, 500])
+
+        def __getitem__(self, index):
+            half = np.zeros(self.longest[index] // 2, np.int32)
+            return TokenizedPreference(half, (half, half), ((0, 1),), "here")
+
     class OnePack:
-        class store:
-            longest = np.array([10, 20, 500])
+        store = Store()
 
         def for_single_rank(self):
             return self
@@ -310,7 +317,7 @@ def test_memory_that_caches_files_counts_as_free(monkeypatch, tmp_path):
 
 
 def test_preferences_too_long_to_audit_are_reported(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(audit, "MAX_AUDIT_TOKENS", 40)
+    monkeypatch.setattr(audit, "MAX_AUDIT_TOKENS", 80)
     loaded = load_config(None, [*SHORT, f"run.dir={tmp_path}/run", few_pairs(tmp_path), "dpo.max_num_steps=1"])
     train(loaded, Reporter("normal"))
     printed = capsys.readouterr().out
@@ -500,3 +507,39 @@ def test_a_model_that_depends_on_columns_far_along_a_row_is_refused(tmp_path):
     assert_nothing_was_trained(run)
     assert not list((tmp_path / "cache").glob("*"))
     short_run(tmp_path / "shorter", *named, "policy.packing.pack_length=1536", "dpo.max_num_steps=1")
+
+
+@pytest.mark.parametrize("given", [[], ["policy.packing.share_prompts=false"], ["policy.packing.mode=none"]])
+def test_if_every_preference_is_too_long_a_part_of_the_shortest_is_audited(given, tmp_path, capsys, monkeypatch):
+    lengths = []
+    plain = policy.Policy.plain_logps
+
+    def noted(self, prompt, completion, **others):
+        lengths.append(len(prompt) + len(completion))
+        return plain(self, prompt, completion, **others)
+
+    monkeypatch.setattr(policy.Policy, "plain_logps", noted)
+    monkeypatch.setattr(audit, "_longest_that_fits", lambda *_: 30)
+    loaded = load_config(
+        None, [*SHORT, f"run.dir={tmp_path}/run", "dpo.max_num_steps=1", few_pairs(tmp_path, 12), *given]
+    )
+    train(loaded, Reporter("normal"))
+    text = capsys.readouterr().out
+    assert max(lengths) == 30
+    assert "2 completions of up to 30 tokens" in text
+    assert "not audited: 12 longer preferences" in text
+    assert "memory, so of the shortest only a part is audited" in text
+    assert float(re.search(r"policy = reference to (\S+) nats", text)[1]) < 1e-6
+
+
+@pytest.mark.parametrize("longest", [1, 2, 7, 29])
+def test_a_preference_is_cut_to_the_end_of_its_prompt_and_the_beginning_of_its_completions(longest):
+    preference = random_preference(np.random.default_rng(0), max_prompt=40, max_completion=40)
+    cut = audit._cut(preference, longest)
+    assert cut.longest <= max(2, longest)
+    assert len(cut.prompt) >= 1
+    assert cut.prompt.tolist() == preference.prompt[-len(cut.prompt) :].tolist()
+    for one, whole in zip(cut.completions, preference.completions, strict=True):
+        assert one.tolist() == whole[: len(one)].tolist()
+        assert len(one) >= 1
+    assert audit._cut(preference, preference.longest) is preference

@@ -7,7 +7,7 @@ different model is audited too. If a model fails the audit, nothing is cached.
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.data.store.selection import Preferences
+from tandem.data.text.tokens import TokenizedPreference
 from tandem.errors import AuditError
 from tandem.model.attention.pack_attention import record_calls
 from tandem.model.checks.state_gradients import check_state_gradients
@@ -24,7 +25,7 @@ from tandem.model.distributed.process_group import Ranks
 from tandem.model.policy import Policy
 from tandem.model.recurrent.layers import record_recurrent_calls
 from tandem.model.reference import Reference
-from tandem.packing.layout import Pack
+from tandem.packing.layout import Pack, lay_out
 from tandem.packing.packer import Packer
 
 # Tolerated mean absolute difference per token, for models with ordinary rounding error (docs/exactness.md).
@@ -37,7 +38,7 @@ MAX_TOLERANCE = {"float32": 1e-2, "bfloat16": 0.25}
 NUM_FILLER_TOKENS = 100
 NUM_PREFERENCES = 4
 # The eager forward keeps a length x length matrix per head. Preferences are audited up to the length whose matrices fit in free
-# memory, and up to this length, which is beyond every sliding window and chunk in use.
+# memory, and up to this length, which is beyond every sliding window and chunk in use. If all are longer, the shortest is cut.
 MAX_AUDIT_TOKENS = 16_384
 FREE_MEMORY_FRACTION = 0.5
 MEMINFO = Path("/proc/meminfo")  # free memory of the host, on Linux
@@ -58,11 +59,12 @@ class AuditedCompletion:
 class Audit:
     """The result of auditing a model."""
 
-    packs: list[Pack]
+    packs: list[Pack]  # with whole preferences, even if one was cut for the audit
     completions: list[AuditedCompletion]
     precision: str
     num_longer: int  # preferences too long to be audited
     longest: int  # tokens of the longest audited preference
+    is_cut: bool = False  # whether only a part of a preference was audited, because all are too long
     state_gradients: float | None = (
         None  # relative difference of gradients in packs; None without recurrent layers in packs
     )
@@ -103,25 +105,26 @@ def audit(policy: Policy, packer: Packer, ranks: Ranks, *, precision: str, model
     sample = _sample(packer.store, longest)
     packs = list(packer.micro_batches(sample))
     _check_calls(policy, packs[0], ranks.device, model)
-    completions = [one for pack in packs for one in _compare(policy, packer.store, pack, ranks.device)]
+    preferences = {index: _cut(packer.store[index], longest) for index in sample.tolist()}
     lengths = packer.store.longest
+    is_cut = bool(lengths[sample].max() > longest)
+    audited = [_shortest_row(packer, *one) for one in preferences.items()] if is_cut else packs
     found = Audit(
         packs=packs,
-        completions=completions,
+        completions=[one for pack in audited for one in _compare(policy, preferences, pack, ranks.device)],
         precision=precision,
-        num_longer=int((lengths > max(longest, lengths[sample].max())).sum()),
-        longest=int(lengths[sample].max()),
+        num_longer=int((lengths > longest).sum()),
+        longest=max(one.longest for one in preferences.values()),
+        is_cut=is_cut,
     )
-    tolerance = found.tolerance([one.plain_difference for one in completions], ranks)
-    for one in completions:
+    tolerance = found.tolerance([one.plain_difference for one in found.completions], ranks)
+    for one in found.completions:
         _check_plain(one, tolerance, model, packed=policy.packed)
     if policy.packed:
-        _check_last_columns(policy, packer, found, ranks, model=model)
+        _check_last_columns(policy, packer, found, preferences, ranks, model=model)
     if policy.recurrent is not None:
-        shortest = int(sample[np.argmin(packer.sizes[sample])])
-        found.state_gradients = check_state_gradients(
-            policy, packer.store, shortest, ranks, precision=precision, model=model
-        )
+        shortest = preferences[int(sample[np.argmin(packer.sizes[sample])])]
+        found.state_gradients = check_state_gradients(policy, shortest, ranks, precision=precision, model=model)
     return found
 
 
@@ -130,14 +133,19 @@ def audit_reference(policy: Policy, found: Audit, reference: Reference, ranks: R
 
     Return the largest mean difference per token. Raise AuditError if rounding does not explain the difference.
     """
+    own_logps: list[Tensor] = []
     reference_logps: list[Tensor] = []
     for pack in found.packs:
         inputs = policy.inputs(pack, ranks.device)
         reference_logps += _split(policy, reference.token_logps(pack, inputs), pack)
-    pairs = list(zip(found.completions, reference_logps, strict=True))
-    differences = [_mean_difference(one.packed, other.to(one.packed)) for one, other in pairs]
+        if found.is_cut:
+            with torch.no_grad():
+                own_logps += _split(policy, policy(inputs), pack)
+    own_logps = own_logps or [one.packed for one in found.completions]
+    pairs = zip(own_logps, reference_logps, strict=True)
+    differences = [_mean_difference(own, other.to(own)) for own, other in pairs]
     tolerance = found.tolerance(differences, ranks)
-    for (one, _), difference in zip(pairs, differences, strict=True):
+    for one, difference in zip(found.completions, differences, strict=True):
         if not difference <= tolerance:
             raise AuditError(
                 f"audit: {one.place}: the reference differs from the model it was computed with by {difference:.2g} nats a "
@@ -147,22 +155,24 @@ def audit_reference(policy: Policy, found: Audit, reference: Reference, ranks: R
     return max(differences)
 
 
-def _compare(policy: Policy, store: Preferences, pack: Pack, device: torch.device) -> Iterator[AuditedCompletion]:
-    """Compare each completion of a pack with the plain forward pass, and yield the results."""
+def _compare(
+    policy: Policy, preferences: Mapping[int, TokenizedPreference], pack: Pack, device: torch.device
+) -> Iterator[AuditedCompletion]:
+    """Compare each completion of a pack with the plain forward pass, and yield the results. `preferences`: by their indices."""
     inputs = policy.inputs(pack, device)
     with torch.no_grad():
         packed = _split(policy, policy(inputs), pack)
     best = set(pack.best.tolist())
     sequences = [
-        (index, number) for index in pack.preferences.tolist() for number in range(len(store[index].completions))
+        (index, number) for index in pack.preferences.tolist() for number in range(len(preferences[index].completions))
     ]
     for at, ((index, number), own) in enumerate(zip(sequences, packed, strict=True)):
-        preference = store[index]
+        preference = preferences[index]
         ids = _ids(preference.prompt, device), _ids(preference.completions[number], device)
         scored = _ids(policy.head.values_in_pack(preference, number), device)
         plain = policy.plain_logps(*ids)[scored]
         yield AuditedCompletion(
-            place=f"{store.place(index)} (completion {number})",
+            place=f"{preference.place} (completion {number})",
             packed=own,
             plain_difference=_mean_difference(own, plain),
             rounding=partial(_measure_rounding, policy, ids, scored, plain),
@@ -176,7 +186,15 @@ def _split(policy: Policy, values: Tensor, pack: Pack) -> tuple[Tensor, ...]:
     return values[: sum(counts)].split(counts)
 
 
-def _check_last_columns(policy: Policy, packer: Packer, found: Audit, ranks: Ranks, *, model: str) -> None:
+def _check_last_columns(
+    policy: Policy,
+    packer: Packer,
+    found: Audit,
+    preferences: Mapping[int, TokenizedPreference],
+    ranks: Ranks,
+    *,
+    model: str,
+) -> None:
     """Raise AuditError if a preference's log-probabilities change when it is moved to the end of a row of full length.
 
     The audited preferences fill only the first columns of a row. Some models compute something from columns instead of position
@@ -186,7 +204,7 @@ def _check_last_columns(policy: Policy, packer: Packer, found: Audit, ranks: Ran
     index = int(sample[np.argmin(packer.sizes[sample])])
     if packer.sizes[index] > packer.length:  # it takes several rows
         return
-    pack = _move_to_end(packer.row([index], packer.length))
+    pack = _move_to_end(_row(packer, index, preferences[index], packer.length))
     inputs = policy.inputs(pack, ranks.device)
     with torch.no_grad():
         last = _split(policy, policy(inputs), pack)
@@ -229,6 +247,27 @@ def _sample(store: Preferences, longest: int) -> np.ndarray:
     fitting = fitting if len(fitting) else np.array([int(np.argmin(store.longest))])
     last = fitting[np.argmax(store.longest[fitting])]
     return np.unique([*fitting[: NUM_PREFERENCES - 1].tolist(), int(last)])
+
+
+def _cut(preference: TokenizedPreference, longest: int) -> TokenizedPreference:
+    """Return the end of a prompt with the beginning of each completion: at most `longest` tokens together."""
+    if preference.longest <= longest:
+        return preference
+    completions = tuple(one[: max(1, longest // 2)] for one in preference.completions)
+    prompt = preference.prompt[-max(1, longest - max(map(len, completions))) :]
+    return replace(preference, prompt=prompt, completions=completions, unscored=())
+
+
+def _shortest_row(packer: Packer, index: int, preference: TokenizedPreference) -> Pack:
+    copies = 1 if packer.arrangement == "shared" else len(preference.completions)
+    size = copies * len(preference.prompt) + sum(map(len, preference.completions))
+    length = next((length for length in packer.lengths if length >= size), packer.length)
+    return _row(packer, index, preference, length)
+
+
+def _row(packer: Packer, index: int, preference: TokenizedPreference, length: int) -> Pack:
+    """Lay out one preference. `index`: in the set."""
+    return lay_out([index], [preference], length=length, arrangement=packer.arrangement)
 
 
 def _longest_that_fits(policy: Policy, device: torch.device) -> int:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from tandem.data.store.selection import Preferences
+from tandem.data.text.tokens import TokenizedPreference
 from tandem.errors import AuditError
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.policy import Policy, perturb
@@ -27,17 +27,16 @@ ROUNDING_FACTOR = 4
 
 
 def check_state_gradients(
-    policy: Policy, store: Preferences, index: int, ranks: Ranks, *, precision: str, model: str
+    policy: Policy, preference: TokenizedPreference, ranks: Ranks, *, precision: str, model: str
 ) -> float:
     """Compare the gradients of a preference's prompt in a pack with those of each of its sequences alone, unpacked.
 
     The gradients are those of the sum of all log-probabilities with respect to the embeddings of the prompt. Return their
-    relative difference. Raise AuditError if rounding does not explain it. `index`: of the preference in `store`.
+    relative difference. Raise AuditError if rounding does not explain it.
     """
-    preference = store[index]
     length = len(preference.prompt) + sum(len(completion) for completion in preference.completions)
-    shared = lay_out([index], [preference], length=in_blocks(length))
-    alone = lay_out([index], [preference], length=in_blocks(length), arrangement="separate")
+    shared = lay_out([0], [preference], length=in_blocks(length))
+    alone = lay_out([0], [preference], length=in_blocks(length), arrangement="separate")
     size = len(preference.prompt)
     with _unpacked(policy):
         wanted = _prompt_gradient(policy, alone, size, ranks.device)
@@ -50,7 +49,7 @@ def check_state_gradients(
         tolerance = min(max(tolerance, rounding), MAX_TOLERANCE[precision])
     if not difference <= tolerance:
         raise AuditError(
-            f"audit: {model}: {store.place(index)}: in a pack the gradients of its prompt differ by {difference:.1%} from those "
+            f"audit: {model}: {preference.place}: in a pack the gradients of its prompt differ by {difference:.1%} from those "
             f"of each sequence alone (rounding explains {tolerance:.1%}), so its recurrent layers would be trained wrongly. "
             "Nothing was trained. Train this model with policy.packing.mode=none, and report it."
         )

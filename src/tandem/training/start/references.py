@@ -236,8 +236,9 @@ def audit_model(setup: Setup, policy: Policy, source: ModelSource, ranks: Ranks,
         + ("" if found.state_gradients is None else f"; gradients of recurrent layers to {found.state_gradients:.1e}")
     )
     if found.num_longer:
+        part = ", so of the shortest only a part is audited" if found.is_cut else ""
         reporter.say(
-            f"  not audited: {found.num_longer:,} longer preferences, whose eager forward may not fit in memory"
+            f"  not audited: {found.num_longer:,} longer preferences, whose eager forward may not fit in memory{part}"
         )
     return found
 
