@@ -23,16 +23,17 @@ from tandem.planning.speed import size_of, training_seconds
 from tandem.training.memory import GIB, estimate_memory
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-FILES = ("small_models", "limited", "hybrids", "sharded")
+FILES = ("small_models", "limited", "hybrids", "sharded", "adapters_runs")
 GPU = torch.device("cuda")
 
 
 def committed() -> list[Any]:
     """The rows of one GPU without sharding, with a readable name each."""
     rows = [
-        (name, json.loads(line))
+        (name, one.get("tandem", one))
         for name in FILES
         for line in (BENCHMARKS / f"results/{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        for one in [json.loads(line)]
     ]
     kept = [(name, one) for name, one in rows if not one.get("sharded")]
     assert {name for name, _ in kept} == set(FILES)
@@ -55,14 +56,16 @@ def config_of(one: dict[str, Any]) -> Config:
         "activation_checkpointing": one["checkpointing"],
         "optimizer": {"state_dtype": one["state_dtype"]},
     }
-    trained = {"lora": {"enabled": True, "dim": one["lora"]}} if one.get("lora") else {"weights": one["weights"]}
+    lora = {"enabled": True, "dim": one.get("lora"), "quantization": one.get("quantization")}
+    trained = {"lora": lora} if one.get("lora") else {"weights": one["weights"]}
     return Config.model_validate({"policy": policy | trained})
 
 
 @pytest.mark.parametrize("one", committed())
 def test_the_memory_is_within_9_percent_of_every_raw_result(one):
     source, policy = source_of(one["shape"]), config_of(one).policy
-    lora = plan_lora(source, policy.lora, GPU, "bfloat16") if policy.lora.enabled else None
+    plain = policy.lora.model_copy(update={"quantization": None})
+    lora = plan_lora(source, plain, GPU, "bfloat16") if policy.lora.enabled else None
     if lora is not None:  # planned here, so that bitsandbytes is not needed
         lora = replace(lora, quantization=one["quantization"])
     need = estimate_memory(source, policy, GPU, lora=lora, precision="bfloat16")
