@@ -1,8 +1,9 @@
 """Recurrent layers in packs: where segments are, which kernels are used, what is refused, what the audit finds."""
 
+import sys
 from functools import wraps
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -266,6 +267,46 @@ def test_the_first_kernel_that_works_is_used():
     assert reason == (
         "flash-linear-attention cannot compute it here (Triton >= 3.4.0 and < 3.7.1 on Hopper GPUs produces incorrect results)"
     )
+
+
+def chunk_simple_gla(*given, **named):
+    raise AssertionError("a kernel that is refused must not be run")
+
+
+@pytest.mark.parametrize(
+    ("flags", "tilelang", "is_refused"),
+    [
+        ((True, True, False), None, True),
+        ((True, True, False), "installed", False),
+        ((False, True, False), None, False),
+        ((True, False, False), None, False),
+        ((True, True, True), None, False),
+        ((), None, False),  # another version of flash-linear-attention
+    ],
+)
+def test_a_kernel_that_will_be_refused_is_not_run(monkeypatch, flags, tilelang, is_refused):
+    names = ("IS_NVIDIA_HOPPER", "TRITON_ABOVE_3_4_0", "TRITON_ABOVE_3_7_1")
+    fla = ModuleType("fla")
+    fla.utils = SimpleNamespace(**dict(zip(names, flags, strict=False)))
+    monkeypatch.setitem(sys.modules, "fla", fla)
+    monkeypatch.setattr(kernel_module, "find_spec", lambda name: tilelang)
+    said = "flash-linear-attention refuses its backward pass on this GPU with Triton before 3.7.1 and without tilelang"
+    assert kernel_module.refusal(chunk_simple_gla) == (said if is_refused else "")
+    assert kernel_module.refusal(scan_by_token) == ""
+    if is_refused:
+        assert first_correct([chunk_simple_gla], "mamba2", SIZES, CPU, torch.float32) == (None, said)
+        kernel, reason = first_correct([chunk_simple_gla, scan_by_token], "mamba2", SIZES, CPU, torch.float32)
+        assert (kernel, reason) == (scan_by_token, "")
+
+
+@pytest.mark.parametrize(
+    "architecture", supported("granitemoehybrid", "nemotron_h", "falcon_h1", "qwen3_5_text", "qwen3_next")
+)
+def test_the_convolution_is_checked_with_the_channels_of_the_model(architecture):
+    model = tiny_hybrid(architecture)
+    sizes = state_sizes(model.config.get_text_config())
+    channels = {one.in_channels for one in model.modules() if isinstance(one, torch.nn.Conv1d)}
+    assert channels == {sizes.channels}
 
 
 def test_a_convolution_that_computes_something_else_is_not_used(monkeypatch):

@@ -50,6 +50,11 @@ class StateSizes:
     def num_numbers(self) -> int:
         return self.heads * self.key_size * self.value_size
 
+    @property
+    def channels(self) -> int:
+        """The channels of the convolution before the scan: those of queries, keys and values (in Mamba-2: C, B and x)."""
+        return 2 * self.key_heads * self.key_size + self.heads * self.value_size
+
 
 def state_sizes(config: Any) -> StateSizes | None:
     """Return the sizes of the states in a model's recurrent layers. None: they have no state, or none that can be packed.

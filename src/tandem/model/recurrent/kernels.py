@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -29,7 +30,9 @@ INSTALL = f"in the tandem checkout, run {install_command('hybrids')}"
 CHECKED_LENGTHS = (1, 5, 70, 130)
 # Largest relative difference, as a norm, of an output or gradient. Kernels multiply in bfloat16.
 CHECK_TOLERANCE = 0.03
-CHECKED_CHANNELS, CHECKED_WIDTH = 64, 4
+CHECKED_CHANNELS, CHECKED_WIDTH = 64, 4  # of a convolution, if the model's channels are not known
+# Their backward pass uses chunk_bwd_dqkwg, which some versions of Triton compute incorrectly on an H100 or H200.
+NEED_CORRECT_TRITON = ("chunk_gated_delta_rule", "chunk_simple_gla")
 
 Kernel = Callable[..., Any]
 
@@ -77,7 +80,9 @@ def _checked_kernels(scan: Scan, sizes: StateSizes | None, device: torch.device,
         convolution, candidates = _convolution(), _scans(scan)
     except Exception as error:  # of the package, or of the Triton that it imports
         return Kernels(None, None, f"flash-linear-attention cannot be imported ({one_line(error)})")
-    if _failure(partial(_check_convolution, convolution, device, dtype)):
+    # With the model's channels, because the kernel is tuned for each number of them.
+    channels = CHECKED_CHANNELS if sizes is None else sizes.channels
+    if _failure(partial(_check_convolution, convolution, channels, device, dtype)):
         convolution = None
     if sizes is None:
         return Kernels(None, convolution)
@@ -91,10 +96,29 @@ def first_correct(
     """Return the first kernel that passes `check_scan`; or None, and the reason why the first kernel does not."""
     reasons = []
     for kernel in kernels:
-        if not (reason := _failure(partial(check_scan, kernel, scan, sizes, device, dtype))):
+        reason = refusal(kernel) or _failure(partial(check_scan, kernel, scan, sizes, device, dtype))
+        if not reason:
             return kernel, ""
         reasons.append(reason)
     return None, reasons[0]
+
+
+def refusal(kernel: Kernel) -> str:
+    """Return why flash-linear-attention will refuse a kernel's backward pass on this GPU, or an empty text if it is not known to.
+
+    Otherwise the kernel would be run until it refuses, which takes long, because its forward pass is tuned first.
+    """
+    if (
+        kernel.__name__ not in NEED_CORRECT_TRITON or find_spec("tilelang") is not None
+    ):  # tilelang has its own backward pass
+        return ""
+    from fla import utils  # pyright: ignore[reportMissingImports]
+
+    names = ("IS_NVIDIA_HOPPER", "TRITON_ABOVE_3_4_0", "TRITON_ABOVE_3_7_1")
+    is_hopper, has_defect, is_corrected = (getattr(utils, name, False) for name in names)
+    if not (is_hopper and has_defect and not is_corrected):
+        return ""
+    return "flash-linear-attention refuses its backward pass on this GPU with Triton before 3.7.1 and without tilelang"
 
 
 def missing_package() -> str:
@@ -199,15 +223,15 @@ def _difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
     return ""
 
 
-def _check_convolution(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str:
+def _check_convolution(kernel: Kernel, channels: int, device: torch.device, dtype: torch.dtype) -> str:
     generator = torch.Generator().manual_seed(0)
-    shapes = {"x": (2, 100, CHECKED_CHANNELS), "weight": (CHECKED_CHANNELS, CHECKED_WIDTH), "bias": (CHECKED_CHANNELS,)}
+    shapes = {"x": (2, 100, channels), "weight": (channels, CHECKED_WIDTH), "bias": (channels,)}
     given = {name: torch.randn(*shape, generator=generator).to(device, dtype) for name, shape in shapes.items()}
     weights = [torch.randn(*shapes["x"], generator=generator)]
 
     def by_torch(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, None]:
         padded = F.pad(x.float().transpose(1, 2), (CHECKED_WIDTH - 1, 0))
-        out = F.conv1d(padded, weight.float()[:, None], bias.float(), groups=CHECKED_CHANNELS)
+        out = F.conv1d(padded, weight.float()[:, None], bias.float(), groups=channels)
         return F.silu(out).transpose(1, 2), None
 
     def results(function: Kernel, **settings: Any) -> dict[str, Tensor]:
