@@ -28,7 +28,7 @@ from tandem.training.memory import USABLE_SHARE, MemoryEstimate, auto_row_length
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/choosing.md"
 MEMORY_PAGE = ROOT / "docs/memory.md"
-MEASURED = ROOT / "benchmarks/results/versus_trl.jsonl"
+MEASURED = ("versus_trl", "adapters")  # in benchmarks/results
 CARDS = (16, 24, 48, 80, 141)  # GB of 10^9 bytes
 GPU = torch.device("cuda")
 # A prompt and two completions of policy.max_total_sequence_length = 2,048 tokens each take no more.
@@ -68,15 +68,17 @@ WAYS = (
 )
 # Settings of the committed measurements, by their --settings.
 OF_MEASUREMENT = {
-    "learning": {},
-    "bfloat16": {"weights": "bfloat16_stochastic", "optimizer": {"state_dtype": "bfloat16"}},
+    "learning": Settings("", {}),
+    "bfloat16": Settings("", {"weights": "bfloat16_stochastic", "optimizer": {"state_dtype": "bfloat16"}}),
+    "lora": Settings("", LORA),
+    "qlora": Settings("", LORA, quantization="nf4"),
 }
 
 
 # Settings of a model of 8 billion parameters: keys, bytes per parameter, settings, tokens per row, the --settings of the
 # measurement.
 EIGHT_BILLION = (
-    ("", "16 and 2", {}, 2048, None),
+    ("", "16 and 2", Settings("", {}), 2048, None),
     (
         "`policy.weights=bfloat16_stochastic policy.optimizer.state_dtype=bfloat16`",
         "10",
@@ -84,8 +86,9 @@ EIGHT_BILLION = (
         8192,
         "bfloat16",
     ),
-    ("`policy.weights=bfloat16_stochastic policy.optimizer.state_dtype=int8`", "8", SMALL, 8192, None),
-    ("`policy.lora.enabled=true`", "2 frozen", LORA, 8192, None),
+    ("`policy.weights=bfloat16_stochastic policy.optimizer.state_dtype=int8`", "8", Settings("", SMALL), 8192, None),
+    ("`policy.lora.enabled=true`", "2 frozen", OF_MEASUREMENT["lora"], 8192, "lora"),
+    ("`policy.lora.enabled=true policy.lora.quantization=nf4`", "0.7 frozen", OF_MEASUREMENT["qlora"], 8192, "qlora"),
 )
 
 
@@ -132,15 +135,19 @@ def fits() -> str:
     return "\n".join(head + rows)
 
 
+def measurements() -> list[dict[str, Any]]:
+    files = (ROOT / f"benchmarks/results/{name}.jsonl" for name in MEASURED)
+    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+
+
 def compared() -> str:
     """The estimate compared with committed measurements."""
     rows = ["| model and options of `benchmarks/versus_trl.py` | computed GiB | measured GiB |", "|---|---|---|"]
-    for line in MEASURED.read_text(encoding="utf-8").splitlines():
-        one = json.loads(line)
+    for one in measurements():
         given = one["options"].split()
         options = dict(zip(given[::2], given[1::2], strict=True))
         shape, tokens = options.get("--shape", "qwen2.5-1.5b"), int(options.get("--pack-length", 16384))
-        need, _ = need_of(shape, Settings("", OF_MEASUREMENT[options["--settings"]]))
+        need, _ = need_of(shape, OF_MEASUREMENT[options["--settings"]])
         computed = (need.fixed + need.temporary(tokens)) / GIB
         rows.append(f"| {NAMES[shape]}, `{one['options']}` | {computed:.0f} | {one['tandem']['peak_gib']:.0f} |")
     return "\n".join(rows)
@@ -150,12 +157,12 @@ def eight_billion() -> str:
     """What a model of 8 billion parameters needs, computed and, where it is in the committed results, measured."""
     measured = {
         one["options"].split("--settings ")[1].split()[0]: one["tandem"]["peak_gib"]
-        for one in map(json.loads, MEASURED.read_text(encoding="utf-8").splitlines())
+        for one in measurements()
         if "llama3.1-8b" in one["options"]
     }
     rows = ["| keys | bytes per parameter | packs | computed GiB | measured GiB |", "|---|---|---|---|---|"]
     for keys, size, settings, tokens, name in EIGHT_BILLION:
-        need, _ = need_of("llama3.1-8b", Settings("", settings))
+        need, _ = need_of("llama3.1-8b", settings)
         computed = (need.fixed + need.temporary(tokens)) / GIB
         found = "not measured" if name is None else f"{measured[name]}"
         rows.append(f"| {keys or 'the defaults'} | {size} | {tokens:,} | {computed:.0f} | {found} |")

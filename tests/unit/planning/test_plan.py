@@ -55,12 +55,13 @@ MEASURED = [
     ("qwen2.5-1.5b", 16384, ["policy.activation_checkpointing=selective"], 41.2),
     ("qwen2.5-1.5b", 16384, ["policy.activation_checkpointing=full"], 30.7),
     ("qwen2.5-1.5b", 16384, ["policy.optimizer.state_dtype=int8"], 52.2),
-    ("llama3.1-8b", 8192, ["policy.lora.enabled=true"], 51.7),
+    ("llama3.1-8b", 8192, ["policy.lora.enabled=true"], 54.5),
 ]
 
 
 def test_the_measured_memory_is_that_of_the_committed_results():
-    lines = [*(RESULTS / "train.jsonl").open(encoding="utf-8"), *(RESULTS / "versus_trl.jsonl").open(encoding="utf-8")]
+    files = [RESULTS / f"{name}.jsonl" for name in ("train", "versus_trl", "adapters")]
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     peaks = [(one.get("peak_gib") or one["tandem"]["peak_gib"]) for one in map(json.loads, lines)]
     assert {gib for *_, gib in MEASURED} <= set(peaks)
 
