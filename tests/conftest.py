@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 
 CACHE = os.environ["TANDEM_CACHE"] = tempfile.mkdtemp(prefix="tandem-tests-")
@@ -51,6 +52,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         items[:], others = shard_of(items, shard)
         config.hook.pytest_deselected(items=others)
+
+
+def pytest_configure() -> None:
+    """Processes that tests start and stop with Ctrl-C must not inherit that it is ignored, as in a shell's background jobs."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_unconfigure() -> None:

@@ -47,7 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "num_hidden_layers": 4,
             "layer_types": 2 * SLIDING["layer_types"],
             "num_kv_shared_layers": 2,
-            "global_head_dim": 16,
+            "global_head_dim": 32,
             "vocab_size_per_layer_input": 2048,
             "hidden_size_per_layer_input": 8,
             "final_logit_softcapping": 3.0,

@@ -17,6 +17,7 @@ from tandem.generation.target import FoundModel
 from tandem.generation.text import TextStream, completion_text, stop_ids
 from tandem.model.architecture import architecture_of, check_architecture
 from tandem.model.checks.trial import is_out_of_memory
+from tandem.model.files.layer_values import values_of
 from tandem.model.load import load_policy
 from tandem.terminal.arguments import option
 
@@ -224,8 +225,9 @@ def auto_batch_size(model: Any, num_tokens: int) -> int:
     if model.device.type != "cuda":
         return CPU_BATCH
     config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    all_heads = max(values_of(config, "num_attention_heads"), default=1)
+    heads = max(values_of(config, "num_key_value_heads"), default=all_heads)
+    head_size = max(values_of(config, "head_dim"), default=config.hidden_size // all_heads)
     per_token = 2 * config.num_hidden_layers * heads * head_size * model.dtype.itemsize
     # While a token is chosen, a row of logits exists a few times in float64.
     per_sequence = per_token * num_tokens + 8 * 8 * config.vocab_size

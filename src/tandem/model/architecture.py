@@ -19,6 +19,7 @@ from transformers import __version__ as transformers_version
 
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.errors import ConfigError
+from tandem.model.files.layer_values import values_of
 from tandem.model.files.source import ModelSource
 from tandem.model.head import Head, HeadRule, LanguageModelHead
 from tandem.model.multimodal import text_model_class
@@ -128,7 +129,7 @@ def architecture_of(config: Any, model_class: Any = None) -> Architecture:
     recurrent = tuple(sorted({kind for kind in kinds if _mixing(kind) in ("recurrent", "both")}))
     if not recurrent and getattr(model_class, "_is_stateful", False):
         recurrent = (text.model_type,)
-    window = getattr(text, "sliding_window", None)
+    windows = [window for window in values_of(text, "sliding_window") if isinstance(window, int)]
     return Architecture(
         model_type=text.model_type,
         auto_class=auto,
@@ -137,7 +138,7 @@ def architecture_of(config: Any, model_class: Any = None) -> Architecture:
         layers=tuple(_mixing(kind) for kind in kinds) or None,
         recurrent=recurrent,
         scan=FAMILIES.get(text.model_type) if recurrent else None,
-        window=window if isinstance(window, int) else None,
+        window=max(windows, default=None),
         caps_scores=bool(getattr(text, "attn_logit_softcapping", None)),
         has_sinks=text.model_type in TYPES_WITH_SINKS,
         has_experts=any(getattr(text, name, None) for name in NUMBERS_OF_EXPERTS),
@@ -240,8 +241,8 @@ def feed_forward_width(config: Any) -> float:
 
     With experts, these are the experts that the token is sent to, and shared ones.
     """
-    wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    wide = sum(wide) / len(wide) if isinstance(wide, list) else wide  # Gemma 3n: a size per layer
+    widths = values_of(config, "intermediate_size") or [4 * config.hidden_size]
+    wide = sum(widths) / len(widths)
     chosen = getattr(config, "num_experts_per_tok", None)
     shared = next((size for name in SHARED_EXPERT_SIZES if (size := getattr(config, name, None))), 0)
     if not chosen or not any(getattr(config, name, None) for name in NUMBERS_OF_EXPERTS):
@@ -253,7 +254,7 @@ def feed_forward_width(config: Any) -> float:
 def windows_of(model: Any) -> set[int | None]:
     """Return the sizes of the sliding windows of a model's layers. The set always includes None, which means no window."""
     config = model.config.get_text_config()
-    found = [getattr(config, "sliding_window", None), *(getattr(m, "sliding_window", None) for m in model.modules())]
+    found = [*values_of(config, "sliding_window"), *(getattr(m, "sliding_window", None) for m in model.modules())]
     return {None, *(window for window in found if isinstance(window, int) and window > 0)}
 
 

@@ -13,6 +13,7 @@ from tandem.model.attention.pack_attention import IMPLEMENTATION, AttentionKind
 from tandem.model.checks.trial import check_forward, is_out_of_memory
 from tandem.model.distributed.sharded_load import UnloadedModel, model_without_weights, recipes_for
 from tandem.model.files.build_limits import within_limits
+from tandem.model.files.layer_values import values_of
 from tandem.model.files.source import ModelSource, describe
 from tandem.model.head import auto_head_chunk
 from tandem.model.policy import Policy
@@ -172,10 +173,11 @@ def attention_kind(policy: PolicyConfig, device: torch.device, config: Any) -> A
 def smallest_head(config: Any) -> int:
     """Return the smallest number of dimensions of a model's queries, keys or values, per head."""
     text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    sizes = [getattr(text, name, None) for name in ("head_dim", "v_head_dim", "qk_head_dim")]
-    given = [size for size in sizes if isinstance(size, int)]
-    return min(given) if given else text.hidden_size // heads if isinstance(heads, int) and heads else FLEX_HEAD
+    given = [size for name in ("head_dim", "v_head_dim", "qk_head_dim") for size in values_of(text, name)]
+    if given:
+        return min(given)
+    heads = max(values_of(text, "num_attention_heads"), default=0)
+    return text.hidden_size // heads if heads else FLEX_HEAD
 
 
 def describe_attention(policy: PolicyConfig, device: torch.device, config: Any) -> str:

@@ -374,6 +374,32 @@ def test_a_setting_of_the_wrong_type_is_refused_by_name(folder, key, value, show
     )
 
 
+@pytest.mark.parametrize(("value", "shown"), [(5, "5"), ({"a": 1}, '{"a": 1}')])
+def test_a_language_model_that_is_no_object_is_refused(folder, value, shown):
+    rewrite_config(folder, decoder=value)
+    with pytest.raises(ConfigError) as refused:
+        find_model(Policy(model_name=str(folder)))
+    assert str(refused.value) == (
+        f"policy.model_name = {folder}: {folder}/config.json describes its language model with {shown}, which is not an object. "
+        "Download the model again, or choose another."
+    )
+
+
+@pytest.mark.skipif(not hasattr(LlamaConfig(), "per_layer_attributes"), reason="of later versions of transformers")
+@pytest.mark.parametrize(("different", "is_refused"), [("max_position_embeddings", True), ("num_key_value_heads", False)])
+def test_layers_that_differ_in_what_is_computed_with_once_are_refused(folder, different, is_refused):
+    rewrite_config(folder, per_layer_config={"1": {different: 4}})
+    if not is_refused:
+        find_model(Policy(model_name=str(folder)))
+        return
+    with pytest.raises(ConfigError) as refused:
+        find_model(Policy(model_name=str(folder)))
+    assert str(refused.value) == (
+        f"policy.model_name = {folder}: {folder}/config.json has a different {different} for some layers, which tandem does not "
+        "support. Choose another model."
+    )
+
+
 @pytest.mark.parametrize("value", ["many", {"a": 1}, 10**400])
 def test_positions_that_are_not_a_number_are_refused(folder, value):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": value}

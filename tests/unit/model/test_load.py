@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import huggingface_hub
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from models import MODEL, as_policy, random_preference, tiny_config
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tandem.config.load import load_config
 from tandem.config.schema import Config
@@ -19,7 +20,9 @@ from tandem.config.sections.policy import Packing, Policy
 from tandem.errors import ConfigError
 from tandem.exporting.weights import _empty_model
 from tandem.model.architecture import architecture_of, check_packable, windows_of
+from tandem.model.distributed.layer_sizes import layers_of
 from tandem.model.distributed.process_group import leave_process_group
+from tandem.model.files.layer_values import different_settings, values_of
 from tandem.model.files.source import ModelSource, find_model, find_source, find_tokenizer, weights_fingerprint
 from tandem.model.files.tiny import tiny_model
 from tandem.model.load import attention_kind, load_policy, smallest_head
@@ -265,6 +268,22 @@ def test_heads_too_small_for_flex_attention_use_dense_masks_on_a_gpu(sizes, smal
 def test_the_smallest_head_of_compressed_attention_is_that_of_its_values():
     config = tiny_config("deepseek_v3", v_head_dim=8, qk_nope_head_dim=16, qk_rope_head_dim=16)
     assert attention_kind(Policy(), torch.device("cuda"), config) == "sdpa"
+
+
+@pytest.mark.skipif("gemma4_text" not in CONFIG_MAPPING, reason="this transformers has no Gemma 4")
+def test_heads_that_differ_from_layer_to_layer():
+    """Gemma 4 has larger heads in layers without a window, and recent versions of transformers refuse to give one size."""
+    kinds = ["sliding_attention", "full_attention"]
+    config = tiny_config("gemma4_text", global_head_dim=32, sliding_window=7, layer_types=kinds)
+    if differ := different_settings(config):
+        assert differ == {"head_dim"}
+        assert values_of(config, "head_dim") == [8, 32]
+        with torch.device("meta"):
+            assert layers_of(AutoModelForCausalLM.from_config(config)).head_dim == 32
+    assert smallest_head(config) == 8
+    assert values_of(config, "num_attention_heads") == [4]
+    assert values_of(config, "no_such_setting") == []
+    assert values_of(SimpleNamespace(intermediate_size=[8, None, 16]), "intermediate_size") == [8, 16]
 
 
 def test_flex_attention_is_refused_on_the_cpu():

@@ -22,6 +22,7 @@ from tandem.errors import AuditError
 from tandem.model.attention.pack_attention import record_calls
 from tandem.model.checks.state_gradients import check_state_gradients
 from tandem.model.distributed.process_group import Ranks
+from tandem.model.files.layer_values import values_of
 from tandem.model.policy import Policy
 from tandem.model.recurrent.layers import record_recurrent_calls
 from tandem.model.reference import Reference
@@ -273,8 +274,7 @@ def _row(packer: Packer, index: int, preference: TokenizedPreference, length: in
 def _longest_that_fits(policy: Policy, device: torch.device) -> int:
     """Return the number of tokens whose eager forward pass certainly fits in free memory, but at most MAX_AUDIT_TOKENS."""
     config = policy.model.config.get_text_config()
-    heads, size = getattr(config, "num_attention_heads", None) or 1, next(policy.parameters()).element_size()
-    heads = max(heads) if isinstance(heads, list) else heads
+    heads, size = max(values_of(config, "num_attention_heads"), default=1), next(policy.parameters()).element_size()
     # Per head and pair of positions: scores and masked scores in the model's dtype, their softmax in float32.
     per_square, per_token = heads * (2 * size + 4), policy.head.plain_bytes_per_token(config.vocab_size, size)
     available = FREE_MEMORY_FRACTION * _free_memory(device)

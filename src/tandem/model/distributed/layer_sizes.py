@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.model.architecture import decoder_layers, has_layer_list
+from tandem.model.files.layer_values import values_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +46,12 @@ def layers_of(model: Any) -> Layers:
     layers = decoder_layers(model) if has_layer_list(model) else [model]
     in_layers = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
     total = sum(parameter.numel() for parameter in model.parameters())
-    heads = _most(getattr(text, "num_attention_heads", None))
+    heads = max(values_of(text, "num_attention_heads"), default=1)
     return Layers(
         num_layers=len(layers),
         weights_per_layer=in_layers / len(layers),
         other_weights=total - in_layers,
         num_heads=heads,
-        num_key_heads=_most(getattr(text, "num_key_value_heads", None), heads),
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        num_key_heads=max(values_of(text, "num_key_value_heads"), default=heads),
+        head_dim=max(values_of(text, "head_dim"), default=text.hidden_size // heads),
     )
-
-
-def _most(number: int | list[int] | None, default: int = 1) -> int:
-    """Some models have a number for each layer."""
-    return max(number) if isinstance(number, list) else number or default

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError, one_line
+from tandem.model.files.layer_values import different_settings
 from tandem.storage.cache import outside_of, refuse_outside
 from tandem.terminal.arguments import setting
 
@@ -24,7 +25,7 @@ MAX_COUNT = 65_536
 # Settings that tandem computes with, of the model and of its RoPE. Each is a number or null.
 NUMBERS = (
     "attention_chunk_size", "hidden_size", "index_topk", "max_position_embeddings", "max_seq_len", "moe_intermediate_size",
-    "num_experts_per_tok", "num_hidden_layers", "sliding_window", "vocab_size",
+    "num_experts_per_tok", "num_hidden_layers", "vocab_size",
 )  # fmt: skip
 # Types of text models with a list instead of one of them. They are refused later, by their type.
 LISTS = {"ernie4_5_vl_moe_text": ("moe_intermediate_size",)}
@@ -175,10 +176,23 @@ def refuse_wrong_types(place: str, folder: Path, text: Any) -> None:
 
     `text`: the parsed configuration of the language model.
     """
+    described = folder / "config.json"
+    if not hasattr(text, "model_type"):
+        raise ConfigError(
+            f"{place}: {described} describes its language model with {_shown(text)}, which is not an object. Download the model "
+            "again, or choose another."
+        )
+    if different := sorted(different_settings(text) & {*NUMBERS, "layer_types", "rope_parameters"}):
+        raise ConfigError(
+            f"{place}: {described} has a different {different[0]} for some layers, which tandem does not support. Choose another "
+            "model."
+        )
     rope = getattr(text, "rope_parameters", None)
     kinds = getattr(text, "layer_types", None)
     lists = LISTS.get(text.model_type, ())
     found = {key: getattr(text, key, None) for key in NUMBERS if key not in lists}
+    if "sliding_window" not in different_settings(text):
+        found["sliding_window"] = getattr(text, "sliding_window", None)
     wrong = {key: (value, "a number") for key, value in found.items() if not _is_number(value)}
     if not (rope is None or isinstance(rope, dict)):
         wrong["rope_parameters"] = (rope, "an object")
@@ -189,7 +203,7 @@ def refuse_wrong_types(place: str, folder: Path, text: Any) -> None:
         wrong["layer_types"] = (kinds, "a list of names")
     for key, (value, wanted) in wrong.items():
         raise ConfigError(
-            f"{place}: {folder / 'config.json'} has {key} = {_shown(value)}, which is not {wanted}. Download the model again, "
+            f"{place}: {described} has {key} = {_shown(value)}, which is not {wanted}. Download the model again, "
             "or choose another."
         )
 

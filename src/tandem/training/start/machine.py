@@ -1,6 +1,7 @@
 """Chooses precision, adapters and compilation for a device. Refuses settings that the device does not support."""
 
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from transformers import __version__ as transformers_version
@@ -10,6 +11,7 @@ from tandem.errors import ConfigError, MachineError
 from tandem.model.architecture import TYPES_WITH_BALANCE, architecture_of, router_class
 from tandem.model.distributed.context import check_heads
 from tandem.model.distributed.mesh import SINGLE_RANK_MESH, MeshShape
+from tandem.model.files.layer_values import values_of
 from tandem.model.files.source import ModelSource
 from tandem.model.load import check_varlen
 from tandem.model.lora.layers import LoraPlan, plan_lora
@@ -67,12 +69,9 @@ def _check_context(source: ModelSource, size: int) -> None:
             "along a row and cannot be divided among ranks. Use policy.parallel.context=1."
         )
     text = source.config.get_text_config()
-    check_heads(
-        text.num_attention_heads,
-        getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        size,
-        source.name,
-    )
+    heads = values_of(text, "num_attention_heads")
+    for some, key_heads in product(sorted(set(heads)), sorted(set(values_of(text, "num_key_value_heads") or heads))):
+        check_heads(some, key_heads, size, source.name)
 
 
 def _check_routers(config: Config, source: ModelSource, context: int) -> None:
