@@ -386,7 +386,9 @@ def test_a_language_model_that_is_no_object_is_refused(folder, value, shown):
 
 
 @pytest.mark.skipif(not hasattr(LlamaConfig(), "per_layer_attributes"), reason="of later versions of transformers")
-@pytest.mark.parametrize(("different", "is_refused"), [("max_position_embeddings", True), ("num_key_value_heads", False)])
+@pytest.mark.parametrize(
+    ("different", "is_refused"), [("max_position_embeddings", True), ("num_key_value_heads", False)]
+)
 def test_layers_that_differ_in_what_is_computed_with_once_are_refused(folder, different, is_refused):
     rewrite_config(folder, per_layer_config={"1": {different: 4}})
     if not is_refused:
