@@ -282,8 +282,12 @@ def test_heads_that_differ_from_layer_to_layer():
             assert layers_of(AutoModelForCausalLM.from_config(config)).head_dim == 32
     assert smallest_head(config) == 8
     assert values_of(config, "num_attention_heads") == [4]
-    assert values_of(config, "no_such_setting") == []
-    assert values_of(SimpleNamespace(intermediate_size=[8, None, 16]), "intermediate_size") == [8, 16]
+    assert (
+        values_of(config, "no_such_setting")
+        == values_of(SimpleNamespace(num_attention_heads=0), "num_attention_heads")
+        == []
+    )
+    assert values_of(SimpleNamespace(intermediate_size=[8, None, 0, 16]), "intermediate_size") == [8, 16]
 
 
 def test_flex_attention_is_refused_on_the_cpu():

@@ -4,7 +4,7 @@ from typing import Any
 
 
 def values_of(config: Any, name: str) -> list[Any]:
-    """Return the values of a setting: one, or one per layer if the layers differ. Values of None are left out.
+    """Return the values of a setting: one, or one per layer if the layers differ. None and 0 are left out.
 
     Some configurations have a list for the layers. Others refuse to give a value that differs: in Gemma 4, `head_dim` is 256 in
     layers with a window and 512 in the others. `config`: the configuration of the text model.
@@ -14,7 +14,7 @@ def values_of(config: Any, name: str) -> list[Any]:
     else:
         value = getattr(config, name, None)
         found = list(value) if isinstance(value, list | tuple) else [value]
-    return [one for one in found if one is not None]
+    return [one for one in found if one]
 
 
 def different_settings(config: Any) -> set[str]:
