@@ -88,7 +88,7 @@ EIGHT_BILLION = (
     ),
     ("`policy.weights=bfloat16_stochastic policy.optimizer.state_dtype=int8`", "8", Settings("", SMALL), 8192, None),
     ("`policy.lora.enabled=true`", "2 frozen", OF_MEASUREMENT["lora"], 8192, "lora"),
-    ("`policy.lora.enabled=true policy.lora.quantization=nf4`", "0.6 frozen", OF_MEASUREMENT["qlora"], 8192, "qlora"),
+    ("`policy.lora.enabled=true policy.lora.quantization=nf4`", "0.7 frozen", OF_MEASUREMENT["qlora"], 8192, "qlora"),
 )
 
 

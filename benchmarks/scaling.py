@@ -10,7 +10,7 @@ for each other. The second table has the bytes of a step of 1,024 pairs, by coll
 
 import json
 import math
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +146,7 @@ def estimate(recipe: Recipe, card: Card) -> Estimate:
 
 def _planned_adapters(source: ModelSource, policy: Policy) -> LoraPlan | None:
     """Return the plan of the adapters. Packages that quantise weights need not be installed here."""
-    lora = plan_lora(source, policy.lora.model_copy(update={"quantization": None}), CUDA, "bfloat16")
-    return None if lora is None else replace(lora, quantization=policy.lora.quantization)
+    return plan_lora(source, policy.lora, CUDA, "bfloat16", is_here=False)
 
 
 def first_cells(recipe: Recipe) -> list[str]:

@@ -30,7 +30,7 @@ from tandem.model.distributed.process_group import Ranks, join_process_group, le
 from tandem.model.files.source import ModelSource, find_source, find_tokenizer
 from tandem.model.load import attention_kind, load_policy
 from tandem.model.lora.adapters import load_adapted
-from tandem.model.lora.layers import start_fingerprint
+from tandem.model.lora.fingerprints import start_fingerprint
 from tandem.model.policy import Policy
 from tandem.model.reference import CachedReference, NoReference, Reference, cached_reference, reference_name
 from tandem.packing.packer import Packer, make_packer

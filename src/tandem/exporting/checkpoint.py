@@ -29,7 +29,7 @@ from tandem.model.distributed.process_group import (
 )
 from tandem.model.files.source import find_model
 from tandem.model.lora.files import CONFIG_FILE, read_adapter
-from tandem.model.lora.layers import start_fingerprint
+from tandem.model.lora.fingerprints import start_fingerprint
 from tandem.model.policy import Policy
 from tandem.report.reporter import Reporter
 from tandem.run_numbers import numbers_shown

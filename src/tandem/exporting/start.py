@@ -14,7 +14,8 @@ from tandem.errors import CheckpointError, ConfigError, MachineError, TandemErro
 from tandem.model.files.source import ModelSource, find_tokenizer
 from tandem.model.load import load_policy
 from tandem.model.lora.adapters import load_adapted
-from tandem.model.lora.layers import LoraPlan, start_fingerprints
+from tandem.model.lora.fingerprints import start_fingerprints
+from tandem.model.lora.layers import LoraPlan
 from tandem.model.policy import Policy
 from tandem.storage.cache import read_manifest
 from tandem.terminal.arguments import option

@@ -34,7 +34,7 @@ from tandem.training.host_memory import HostNeed, host_need
 from tandem.training.memory import USABLE_SHARE, MemoryEstimate, device_memory, longest_micro_batch
 from tandem.training.start.machine import Machine, check_machine, this_device
 from tandem.training.start.plan import Plan, plan_steps
-from tandem.training.start.setup import Inputs, plan_rows
+from tandem.training.start.setup import Inputs, check_models, plan_rows
 from tandem.training.validation import portions
 
 SAMPLED_BATCHES = 64  # batches of the first epoch that are packed to estimate the fill
@@ -138,15 +138,11 @@ def speed_of_one_gpu(inputs: Inputs, target: Target, size: ModelSize, layers: La
 
 
 def _machine(inputs: Inputs, target: Target) -> Machine:
-    """Choose precision and adapters for the device. On another machine, packages may be installed that are missing here."""
-    config, lora = inputs.config, inputs.config.policy.lora
-    given: dict[str, Any] = {"mesh": planned_mesh(config, target.gpus), "ranks_here": target.gpus.per_machine}
-    if target.is_here or lora.quantization is None:
-        return check_machine(config, inputs.source, target.device, **given)
-    policy = config.policy.model_copy(update={"lora": lora.model_copy(update={"quantization": None})})
-    machine = check_machine(config.model_copy(update={"policy": policy}), inputs.source, target.device, **given)
-    assert machine.lora is not None
-    return replace(machine, lora=replace(machine.lora, quantization=lora.quantization))
+    """Choose precision and adapters for the device. Raise an error for settings that the run would refuse."""
+    config, mesh, num_here = inputs.config, planned_mesh(inputs.config, target.gpus), target.gpus.per_machine
+    machine = check_machine(config, inputs.source, target.device, mesh, ranks_here=num_here, is_here=target.is_here)
+    check_models(inputs, machine)
+    return machine
 
 
 def _memory_need(inputs: Inputs, target: Target, machine: Machine, need: MemoryEstimate, tokens: int) -> MemoryNeed:

@@ -181,6 +181,7 @@ def _adapters(lora: LoraPlan) -> str:
         + f", dim {lora.dim}, alpha {lora.alpha:g}{' / sqrt(dim)' if lora.rslora else ''}, on {len(lora.targets)} layers"
         + (f" and {len(lora.experts)} tensors of experts" if lora.experts else "")
         + f" ({listed([*lora.names, *lora.expert_names])}); "
+        + "".join(f"not on {one}; " for one in lora.left_out)
         + (f"trained in full: {listed(lora.saved.modules)}; " if lora.saved.modules else "")
         + (f"embeddings of {len(lora.tokens.ids)} tokens; " if lora.tokens.ids else "")
         + f"{lora.num_trained:,} parameters trained, {lora.num_frozen:,} frozen"

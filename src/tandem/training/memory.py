@@ -16,6 +16,7 @@ from tandem.model.distributed.mesh import SINGLE_RANK_MESH, MeshShape
 from tandem.model.files.source import ModelSource
 from tandem.model.load import attention_kind, empty_model
 from tandem.model.lora.layers import LoraPlan
+from tandem.model.lora.quantised import BYTES_PER_WEIGHT
 from tandem.model.recurrent.outlook import bytes_per_token
 from tandem.packing.batches import GlobalBatch
 from tandem.packing.packer import BLOCK, DATASET_PACK, Packer, in_blocks, prepared_lengths, tokens_of_pairs
@@ -318,7 +319,10 @@ def _fixed_memory(
     # Several ranks gather one layer at a time and keep no bfloat16 copy of the model.
     copy = 2 if policy.weights == "float32" and precision == "bfloat16" and mesh.num_ranks == 1 else 0
     if lora is not None:
-        frozen = {"nf4": 0.6, "int8": 1.1, None: float(lora.dtype.itemsize)}[lora.quantization] * lora.num_frozen
+        quantised = 0 if lora.quantization is None else lora.num_quantisable
+        frozen = (lora.num_frozen - quantised) * float(lora.dtype.itemsize)
+        if lora.quantization is not None:
+            frozen += BYTES_PER_WEIGHT[lora.quantization] * quantised
         num, weight = lora.num_trained, 4
     else:
         frozen, weight = 0.0, 4 if policy.weights == "float32" else 2

@@ -21,13 +21,8 @@ from tandem.model.files.tiny import tiny_model
 from tandem.model.head import chunked_logps
 from tandem.model.lora import layers as module
 from tandem.model.lora.adapters import load_adapted
-from tandem.model.lora.layers import (
-    TrainingDropout,
-    lora_layers,
-    plan_lora,
-    rounds_frozen_weights,
-    start_fingerprint,
-)
+from tandem.model.lora.fingerprints import rounds_frozen_weights, start_fingerprint
+from tandem.model.lora.layers import TrainingDropout, lora_layers, plan_lora
 from tandem.report.choices import describe_choices
 from tandem.training.memory import estimate_memory
 from tandem.training.start import references
@@ -142,16 +137,16 @@ def test_an_exclusion_that_matches_nothing_or_everything_is_refused(source):
 def test_names_that_peft_interprets_as_experts_are_refused_with_advice():
     """For the down_proj of a dense layer among layers of experts, peft would adapt the experts instead."""
     mixed = ModelSource("mixed", tiny_model(), tiny_config("qwen3_moe", decoder_sparse_step=2))
-    assert refusal(mixed) == (
+    named = ["down_proj", "gate_proj", "up_proj", "q_proj"]
+    assert refusal(mixed, target_modules=named) == (
         "policy.lora: peft interprets down_proj,gate_proj,up_proj as parts of the experts of mixed, which are not linear layers. "
         "Leave them out: policy.lora.exclude_modules=[down_proj,gate_proj,up_proj]."
     )
-    assert plan(mixed, exclude_modules=["down_proj", "gate_proj", "up_proj"]).names == (
-        "k_proj",
-        "o_proj",
-        "q_proj",
-        "v_proj",
-    )
+    excluded = plan(mixed, exclude_modules=named[:3])
+    assert excluded.names == ("k_proj", "o_proj", "q_proj", "v_proj")
+    by_itself = plan(mixed)
+    assert by_itself.left_out == ("down_proj, gate_proj, up_proj, which peft takes for experts",)
+    assert replace(by_itself, left_out=()) == excluded
 
 
 def test_a_router_that_is_a_subclass_of_linear_gets_no_adapter():
@@ -162,11 +157,37 @@ def test_a_router_that_is_a_subclass_of_linear_gets_no_adapter():
 
 def test_names_that_peft_refuses_in_models_with_mamba_layers_are_refused_with_the_way_out():
     mamba = ModelSource("mamba", tiny_model(), tiny_config("falcon_h1"))
-    assert refusal(mamba) == (
+    assert refusal(mamba, target_modules=["in_proj", "out_proj"]) == (
         "policy.lora: peft does not adapt out_proj in models with Mamba layers, whose kernels read the weight without the "
         "adapter. Leave it out: policy.lora.exclude_modules=[out_proj]."
     )
-    assert "out_proj" not in plan(mamba, exclude_modules=["out_proj"]).names
+    excluded, by_itself = plan(mamba, exclude_modules=["out_proj"]), plan(mamba)
+    assert "out_proj" not in excluded.names
+    assert by_itself.left_out == ("out_proj, which peft does not adapt in models with Mamba layers",)
+    assert replace(by_itself, left_out=()) == excluded
+
+
+def test_a_model_without_linear_layers_cannot_have_adapters():
+    """Its layers are of a class of transformers' own, which peft adapts in another orientation."""
+    gpt2 = ModelSource("gpt2", tiny_model(), tiny_config("gpt2", n_embd=32, n_layer=2, n_head=4))
+    for targets in ("all-linear", ["c_attn"]):
+        assert refusal(gpt2, target_modules=targets) == (
+            "policy.lora: gpt2 (model type gpt2) has no linear layers that can have adapters. Train it in full: leave out "
+            "policy.lora."
+        )
+
+
+def test_weights_that_would_be_quantised_are_those_of_linear_layers_except_the_head():
+    """Not experts in one tensor, which transformers does not quantise either."""
+    config = tiny_config("qwen3_moe")
+    found = plan(ModelSource("experts", tiny_model(), config))
+    model = AutoModelForCausalLM.from_config(config)
+    projections = [weight for name, weight in model.named_parameters() if name.endswith("_proj.weight")]
+    assert found.num_quantisable == sum(weight.numel() for weight in projections)
+    assert len(projections) == config.num_hidden_layers * 4
+    kept = found.num_frozen - found.num_quantisable
+    experts = sum(weight.numel() for name, weight in model.named_parameters() if "experts" in name)
+    assert experts < kept < found.num_frozen
 
 
 def test_another_refusal_of_pefts_is_quoted_in_part_with_what_to_do(source, adapter, monkeypatch):

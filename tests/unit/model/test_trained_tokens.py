@@ -15,7 +15,8 @@ from tandem.errors import ConfigError
 from tandem.model.files.source import ModelSource, find_source
 from tandem.model.lora import tokens
 from tandem.model.lora.adapters import load_adapted, merge_adapters
-from tandem.model.lora.layers import plan_lora, start_fingerprint
+from tandem.model.lora.fingerprints import start_fingerprint
+from tandem.model.lora.layers import plan_lora
 from tandem.model.lora.rows import add_rows, trained_rows
 from tandem.model.lora.tokens import ids_of_tokens
 from tandem.report.choices import describe_choices

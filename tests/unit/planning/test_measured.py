@@ -4,7 +4,6 @@
 """
 
 import json
-from dataclasses import replace
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -64,10 +63,7 @@ def config_of(one: dict[str, Any]) -> Config:
 @pytest.mark.parametrize("one", committed())
 def test_the_memory_is_within_9_percent_of_every_raw_result(one):
     source, policy = source_of(one["shape"]), config_of(one).policy
-    plain = policy.lora.model_copy(update={"quantization": None})
-    lora = plan_lora(source, plain, GPU, "bfloat16") if policy.lora.enabled else None
-    if lora is not None:  # planned here, so that bitsandbytes is not needed
-        lora = replace(lora, quantization=one["quantization"])
+    lora = plan_lora(source, policy.lora, GPU, "bfloat16", is_here=False)
     need = estimate_memory(source, policy, GPU, lora=lora, precision="bfloat16")
     computed = (need.fixed + need.temporary(one["pack_length"])) / GIB
     assert computed == pytest.approx(one["peak_gib"], rel=0.09)

@@ -276,7 +276,13 @@ def test_a_head_that_is_trained_beside_adapters_needs_memory_for_its_gradient(sh
 
 @pytest.mark.parametrize(("quantization", "shared"), [(None, 2.0), ("nf4", 0.0)])
 def test_quantised_weights_are_not_sharded(quantization, shared):
-    sizes = {"num_frozen": 10**9, "num_trained": 10**6, "num_magnitudes": 0, "num_in_experts": 0}
+    sizes = {
+        "num_frozen": 10**9,
+        "num_quantisable": 10**9,
+        "num_trained": 10**6,
+        "num_magnitudes": 0,
+        "num_in_experts": 0,
+    }
     lora = SimpleNamespace(
         **sizes, quantization=quantization, dtype=torch.bfloat16, tokens=TrainedTokens(), saved=SavedModules()
     )

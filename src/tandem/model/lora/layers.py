@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,23 +11,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tandem.config.sections.policy import Lora
+from tandem.config.sections.policy import ALL_LINEAR, Lora
 from tandem.errors import ConfigError, MachineError, one_line
 from tandem.model.architecture import is_multimodal
 from tandem.model.distributed.sharded_load import plain_name
-from tandem.model.files.source import ModelSource, weights_fingerprint, weights_of
+from tandem.model.files.source import ModelSource
 from tandem.model.load import empty_model
 from tandem.model.lora.files import TrainedAdapter, name_of_rows, read_adapter
+from tandem.model.lora.quantised import quantised_layers
 from tandem.model.lora.rows import ROWS, add_rows, is_of_rows
 from tandem.model.lora.saved import SavedModules, select_saved
 from tandem.model.lora.targets import adapter_targets, selected_experts, selected_targets, short_names
 from tandem.model.lora.tokens import TrainedTokens, select_tokens
-from tandem.storage.cache import fingerprint
 from tandem.terminal.commands import install_command
+from tandem.terminal.printable import listed
 
 ADAPTER = "default"  # peft's name for a single adapter
 MAGNITUDES = ".lora_magnitude_vector."
-MORE_PRECISE_THAN_BFLOAT16 = ("F64", "F32", "F16")  # names in safetensors
 # How peft refuses layers: Module 'out_proj' is incompatible with ... Incompatible modules: {'conv1d', 'out_proj'}.
 MAMBA = re.compile(
     r"\[PEFT:\S+\] .* incompatible with Mamba-based models .* Incompatible modules: \{(?P<incompatible>[^}]*)\}"
@@ -52,8 +53,12 @@ class LoraPlan:
     dtype: torch.dtype  # of the frozen weights
     precision: str  # dtype of computation
     quantization: str | None
+    left_out: tuple[
+        str, ...
+    ] = ()  # layers that all-linear left out because peft does not adapt them, in words, each with the reason
     num_trained: int = 0
     num_frozen: int = 0
+    num_quantisable: int = 0  # weights that a quantization would quantise; a part of num_frozen
     num_magnitudes: int = 0  # of DoRA; a part of num_trained
     num_in_experts: int = 0  # weights of experts that have adapters; a part of num_frozen
 
@@ -106,22 +111,58 @@ class TrainingDropout(nn.Module):
         return F.dropout(values, self.p, training=torch.is_grad_enabled())
 
 
+class LayersRefused(ConfigError):
+    """peft does not adapt some of the selected layers. `names`: the last parts of their names. `why`: the end of a sentence."""
+
+    def __init__(self, message: str, names: Iterable[str], why: str):
+        super().__init__(message)
+        self.names, self.why = sorted(names), why
+
+
 def plan_lora(
-    source: ModelSource, lora: Lora, device: torch.device, precision: str, token_ids: tuple[int, ...] = ()
+    source: ModelSource,
+    lora: Lora,
+    device: torch.device,
+    precision: str,
+    token_ids: tuple[int, ...] = (),
+    *,
+    is_here: bool = True,
 ) -> LoraPlan | None:
     """Return the LoraPlan of a configuration, or None if LoRA is disabled. Raise an error for settings that do not work.
 
+    all-linear leaves out layers that peft does not adapt; a layer that the configuration names is refused instead.
     Called before any weights load. `token_ids`: the ids of policy.lora.trainable_token_indices (`ids_of_tokens`).
+    `is_here`: whether the run is on this machine, which then needs what quantization needs.
     """
     if not lora.enabled:
         return None
+    left_out: list[str] = []
+    while True:
+        try:
+            plan = _plan(source, lora, device, precision, token_ids, is_here=is_here)
+            return replace(plan, left_out=tuple(left_out))
+        except LayersRefused as refused:
+            if (
+                lora.target_modules != ALL_LINEAR
+                or lora.adapter is not None
+                or set(refused.names) & set(lora.exclude_modules)
+            ):
+                raise
+            left_out.append(f"{listed(refused.names)}, {refused.why}")
+            lora = lora.model_copy(update={"exclude_modules": [*lora.exclude_modules, *refused.names]})
+
+
+def _plan(
+    source: ModelSource, lora: Lora, device: torch.device, precision: str, token_ids: tuple[int, ...], *, is_here: bool
+) -> LoraPlan:
     if lora.quantization is not None and is_multimodal(source.config):
         raise ConfigError(
             f"policy.lora.quantization = {lora.quantization}: {source.name} is a multimodal checkpoint "
             f"({source.config.model_type}), of which only the text model is loaded, and quantising it is not supported. "
             "Leave out policy.lora.quantization."
         )
-    _check_quantization(lora, device)
+    if is_here:
+        _check_quantization(lora, device)
     if getattr(source.config, "quantization_config", None) is not None:
         raise ConfigError(
             f"{source.place}: its weights are already quantised. Give the model that it was quantised from; "
@@ -170,6 +211,7 @@ def plan_lora(
 
 def _counted(plan: LoraPlan, model: Any, source: ModelSource) -> LoraPlan:
     """Return a plan with numbers of weights. `model`: without weights; gets the plan's adapters."""
+    quantisable = sum(layer.weight.numel() for layer in quantised_layers(model).values())  # type: ignore[operator, union-attr]
     with torch.device("meta"):
         inject(model, plan, source)
     if plan.start is not None:
@@ -179,61 +221,10 @@ def _counted(plan: LoraPlan, model: Any, source: ModelSource) -> LoraPlan:
         plan,
         num_trained=sum(number for number, is_trained in numbers.values() if is_trained),
         num_frozen=sum(number for number, is_trained in numbers.values() if not is_trained),
+        num_quantisable=quantisable,
         num_magnitudes=sum(number for name, (number, _) in numbers.items() if MAGNITUDES in name),
         num_in_experts=sum(number for name, (number, _) in numbers.items() if plain_name(name) in plan.experts),
     )
-
-
-def start_fingerprint(source: ModelSource, plan: LoraPlan | None) -> str:
-    """Return a hash of everything that determines what the policy computes before training.
-
-    New adapters are not part of the hash, because they do not change the output.
-    """
-    weights = weights_fingerprint(source)
-    if plan is None:
-        return weights
-    if (source.dtype, plan.dtype) == (torch.float16, torch.bfloat16):
-        weights = _frozen_in_bfloat16(weights)
-    return _with_adapter(weights, plan.start, plan.quantization)
-
-
-def start_fingerprints(source: ModelSource, lora: Lora) -> set[str]:
-    """Return every `start_fingerprint` that a run with these settings can have: some depend on the device that trains."""
-    weights = weights_fingerprint(source)
-    if not lora.enabled:
-        return {weights}
-    start = None if lora.adapter is None else read_adapter(lora.adapter)
-    frozen = {weights, _frozen_in_bfloat16(weights)} if source.dtype == torch.float16 else {weights}
-    return {_with_adapter(one, start, lora.quantization) for one in frozen}
-
-
-def _frozen_in_bfloat16(weights: str) -> str:
-    """The fingerprint of float16 weights that a GPU freezes: they are rounded to nearest, unlike trained weights."""
-    return fingerprint(weights, "frozen in bfloat16")
-
-
-def _with_adapter(weights: str, start: TrainedAdapter | None, quantization: str | None) -> str:
-    if start is None and quantization is None:
-        return weights
-    return fingerprint(weights, None if start is None else start.content(), quantization)
-
-
-def rounds_frozen_weights(source: ModelSource, plan: LoraPlan | None) -> bool:
-    """Whether the frozen weights are rounded to bfloat16 when they load, although the files store them more precisely.
-
-    This can happen with adapters, if config.json names bfloat16. Without adapters, the weights are trained and load in float32.
-    So the model computes different numbers with adapters than without.
-    """
-    from safetensors import safe_open
-
-    if plan is None or not plan.dtype == source.dtype == torch.bfloat16:
-        return False
-    for path in weights_of(source):
-        with safe_open(path, "pt") as file:
-            names = list(file.keys())
-            if any(file.get_slice(name).get_dtype() in MORE_PRECISE_THAN_BFLOAT16 for name in names):
-                return True
-    return False
 
 
 def lora_layers(model: Any) -> list[tuple[str, Any]]:
@@ -291,10 +282,13 @@ def inject(model: Any, plan: LoraPlan, source: ModelSource) -> None:
     if trained != expected:
         # In models whose experts used to be linear layers, peft maps the old names to the experts wherever they occur.
         different = expected - trained or trained - expected
-        names = ",".join(sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in different}))
-        raise ConfigError(
+        last = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in different}
+        names = ",".join(sorted(last))
+        raise LayersRefused(
             f"policy.lora: peft interprets {names} as parts of the experts of {source.name}, which are not linear layers. Leave "
-            f"them out: policy.lora.exclude_modules=[{names}]."
+            f"them out: policy.lora.exclude_modules=[{names}].",
+            last,
+            "which peft takes for experts",
         )
     if plan.tokens.ids:
         add_rows(model, plan.tokens.ids)
@@ -316,15 +310,21 @@ def _not_adapted(error: ValueError, plan: LoraPlan, source: ModelSource) -> Conf
     start = None if plan.start is None else plan.start.name
     if found := MAMBA.match(str(error)):
         refused = set(re.findall(r"\w+", found["incompatible"]))
-        names = ",".join(sorted(refused & {target.rsplit(".", 1)[-1] for target in plan.targets}))
+        last = refused & {target.rsplit(".", 1)[-1] for target in plan.targets}
+        names = ",".join(sorted(last))
         what = f"peft does not adapt {names} in models with Mamba layers, whose kernels read the weight without the adapter"
-        instead = f"Leave it out: policy.lora.exclude_modules=[{names}]."
+        if start is None:
+            instead = f"Leave it out: policy.lora.exclude_modules=[{names}]."
+            return LayersRefused(
+                f"policy.lora: {what}. {instead}", last, "which peft does not adapt in models with Mamba layers"
+            )
     else:
         what = f"peft cannot adapt these layers of {source.name} ({one_line(error)})"
-        instead = "Choose others with policy.lora.target_modules and policy.lora.exclude_modules."
     if start is not None:
         return ConfigError(f"policy.lora.adapter = {start}: {what}. Start from another adapter, or without one.")
-    return ConfigError(f"policy.lora: {what}. {instead}")
+    return ConfigError(
+        f"policy.lora: {what}. Choose others with policy.lora.target_modules and policy.lora.exclude_modules."
+    )
 
 
 def _check_shapes_of_experts(model: Any, start: TrainedAdapter, source: ModelSource) -> None:

@@ -7,12 +7,11 @@ needs the original weights: its log-probabilities are cached before the first st
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from tandem.config.sections.policy import Lora
 from tandem.errors import ConfigError
 from tandem.model.files.source import ModelSource
 from tandem.model.lora.files import TrainedAdapter
+from tandem.model.lora.quantised import quantised_layers
 from tandem.model.lora.targets import ends_with
 from tandem.terminal.printable import listed
 
@@ -123,9 +122,9 @@ def _refuse_shared_weights(model: Any, source: ModelSource, saved: SavedModules,
 
 
 def _refuse_quantised(model: Any, modules: tuple[str, ...], key: str, quantization: str) -> None:
-    head = model.get_output_embeddings()
+    layers = quantised_layers(model)
     for name in modules:
-        if any(isinstance(one, nn.Linear) and one is not head for one in model.get_submodule(name).modules()):
+        if any(layer == name or layer.startswith(f"{name}.") for layer in layers):
             raise ConfigError(
                 f"{key}: {name} is quantised by policy.lora.quantization = {quantization}, and quantised weights cannot be "
                 f"trained. Leave {name} out, or policy.lora.quantization."

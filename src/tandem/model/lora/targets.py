@@ -39,6 +39,11 @@ def selected_targets(
     `trained_in_full`: whether a module, given by name, is trained without an adapter. all-linear leaves such layers out.
     """
     layers, head = linear_layers(model)
+    if not layers and lora.target_modules:
+        raise ConfigError(
+            f"policy.lora: {source.name} (model type {source.config.model_type}) has no linear layers that can have adapters. "
+            "Train it in full: leave out policy.lora."
+        )
     known = f"Its linear layers are {listed(sorted({name.rsplit('.', 1)[-1] for name in layers}))}."
     selected = _select(lora.target_modules, list(layers), head, source, known=known)
     for name in lora.exclude_modules:

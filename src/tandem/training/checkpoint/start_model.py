@@ -78,7 +78,7 @@ def refuse_changed(model: TrainedWith, source: ModelSource) -> None:
     if model.role == "reference model":
         now = {weights_fingerprint(source)}
     else:
-        from tandem.model.lora.layers import start_fingerprints
+        from tandem.model.lora.fingerprints import start_fingerprints
 
         try:
             now = start_fingerprints(source, model.lora)

@@ -14,7 +14,8 @@ from tandem.model.architecture import router_class
 from tandem.model.distributed.layers import freeze
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.files.source import weights_fingerprint
-from tandem.model.lora.layers import is_lora_b, start_fingerprint
+from tandem.model.lora.fingerprints import start_fingerprint
+from tandem.model.lora.layers import is_lora_b
 from tandem.model.policy import Policy
 from tandem.model.reference import LiveReference, Reference
 from tandem.model.router_balance import RouterBalance

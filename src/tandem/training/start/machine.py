@@ -42,10 +42,11 @@ def check_machine(
     mesh: MeshShape = SINGLE_RANK_MESH,
     *,
     ranks_here: int = 1,
+    is_here: bool = True,
 ) -> Machine:
     """Choose precision, adapters and compilation for this device.
 
-    Raise an error for settings that the device does not support.
+    Raise an error for settings that the device does not support. `is_here`: whether the device is in this machine.
     """
     precision = config.policy.precision
     if precision == "auto":
@@ -55,7 +56,8 @@ def check_machine(
     _check_weights(config, precision)
     _check_offload(config, device)
     _check_routers(config, source, mesh.context)
-    lora = plan_lora(source, config.policy.lora, device, precision, ids_of_tokens(config.policy, source))
+    token_ids = ids_of_tokens(config.policy, source)
+    lora = plan_lora(source, config.policy.lora, device, precision, token_ids, is_here=is_here)
     compiles = _compiles(config, device, precision, source)
     return Machine(device, precision=precision, lora=lora, compiles=compiles, mesh=mesh, ranks_here=ranks_here)
 

@@ -20,7 +20,8 @@ from tandem.model.distributed.process_group import Ranks
 from tandem.model.files.source import ModelSource, weights_fingerprint
 from tandem.model.load import as_policy, attention_kind, load_policy, unloaded_model
 from tandem.model.lora.adapters import adapt_unloaded, load_adapted, read_weights
-from tandem.model.lora.layers import LoraPlan, rounds_frozen_weights
+from tandem.model.lora.fingerprints import rounds_frozen_weights
+from tandem.model.lora.layers import LoraPlan
 from tandem.model.policy import Policy
 from tandem.model.reference import (
     CachedReference,

@@ -193,15 +193,12 @@ def fit_to_machine(
     """
     config, source = inputs.config, inputs.source
     plan, offload = fit_plan(inputs, machine, share, memory)
-    compiles = machine.compiles
-    if compiles or machine.mesh.num_ranks > 1 or config.policy.activation_checkpointing != "none":
-        models = [one for one in (source, inputs.reference_source) if one is not None]
-        compiles = all(check_layers(one, config.policy, machine.mesh.num_ranks) for one in models) and compiles
+    has_layers = check_models(inputs, machine)
     return Setup(
         config=config,
         device=machine.device,
         precision=machine.precision,
-        compiles=compiles,
+        compiles=machine.compiles and has_layers,
         source=source,
         lora=machine.lora,
         reference_source=inputs.reference_source,
@@ -209,6 +206,18 @@ def fit_to_machine(
         plan=plan,
         offload=offload,
     )
+
+
+def check_models(inputs: Inputs, machine: Machine) -> bool:
+    """Return whether the layers of the models are known (`check_layers`). Raise ConfigError if the run needs them to be.
+
+    Return True, unchecked, if the run does not depend on it.
+    """
+    policy, num_ranks = inputs.config.policy, machine.mesh.num_ranks
+    if not machine.compiles and num_ranks == 1 and policy.activation_checkpointing == "none":
+        return True
+    models = [one for one in (inputs.source, inputs.reference_source) if one is not None]
+    return all(check_layers(one, policy, num_ranks) for one in models)
 
 
 def fit_plan(
