@@ -11,9 +11,11 @@ from tandem.config.schema import Config
 from tandem.data.store.selection import Preferences
 from tandem.data.store.sets import Sets, columns_in_words
 from tandem.data.text.template import Template
-from tandem.model.architecture import architecture_of
-from tandem.model.load import describe_attention
+from tandem.model.architecture import architecture_of, is_multimodal
+from tandem.model.files.source import ModelSource
+from tandem.model.load import describe_attention, empty_model
 from tandem.model.lora.layers import LoraPlan
+from tandem.model.lora.targets import short_names
 from tandem.model.recurrent.outlook import describe_recurrent_layers
 from tandem.terminal.printable import counted, listed
 from tandem.training.adamw import state_bytes
@@ -28,6 +30,8 @@ RECOMPUTED = {
     "selective": "; half of their matrix products recomputed in the backward pass",
     "full": "; recomputed in the backward pass",
 }
+# Other settings of the loss, which are shown if they differ from their defaults.
+LOSS_SETTINGS = ("ld_alpha", "wpo", "f_divergence", "f_alpha", "router_aux_loss_coef")
 AVERAGING = {True: "per token", False: "summed"}
 
 
@@ -43,10 +47,11 @@ def describe_computation(setup: Setup) -> str:
 
 def _recurrent_layers(setup: Setup) -> str:
     """Describe how recurrent layers are computed in packs. Empty if there are none, or without packs."""
-    config = setup.source.config
-    if architecture_of(config).scan is None or setup.config.policy.packing.mode == "none":
+    config, packing = setup.source.config, setup.config.policy.packing
+    if architecture_of(config).scan is None or packing.mode == "none":
         return ""
-    how = describe_recurrent_layers(config.get_text_config(), setup.device, setup.precision)
+    text, shares = config.get_text_config(), packing.share_prompts
+    how = describe_recurrent_layers(text, setup.device, setup.precision, shares_prompts=shares)
     return f"recurrent layers: {how}; "
 
 
@@ -82,11 +87,11 @@ def describe_choices(setup: Setup) -> list[tuple[str, str]]:
         *([("weights of sets", weights)] if weights else []),
         *([("duplicates", config.data.duplicates)] if config.data.duplicates != "keep" else []),
         ("over-long", f"{config.data.overlong} beyond {config.policy.max_total_sequence_length} tokens"),
-        ("batch", f"{config.policy.train_global_batch_size} pairs{_packs_per_batch(setup)}"),
+        ("batch", f"{counted(config.policy.train_global_batch_size, 'pair')}{_packs_per_batch(setup)}"),
         ("length", _run_length(setup)),
         ("optimizer", _optimizer(setup)),
         ("schedule", schedule_in_words(config.policy, setup.plan.num_steps)),
-        *([("adapters", _adapters(setup.lora))] if setup.lora else []),
+        *([("adapters", _adapters(setup.lora, setup.source))] if setup.lora else []),
         ("precision", f"{setup.precision} computation over {_weights(setup)}"),
         ("export rounding", config.export.rounding),
         ("reference", f"{config.reference.mode}, {_reference(setup)}" if setup.uses_reference else "none"),
@@ -124,7 +129,7 @@ def _loss_settings(config: Config) -> str:
     arguments = [name for name in LOSS_ARGUMENTS if reads(dpo.preference_loss, name)]
     # An argument whose default is 0 is off by default: it is shown only if it is set.
     shown = [name for name in arguments if defaults[name] or getattr(dpo, name) != defaults[name]]
-    shown += [name for name in ("ld_alpha", "wpo", "f_divergence", "f_alpha") if getattr(dpo, name) != defaults[name]]
+    shown += [name for name in LOSS_SETTINGS if getattr(dpo, name) != defaults[name]]
     return "".join(f", {name} {_as_yaml(getattr(dpo, name))}" for name in shown)
 
 
@@ -136,7 +141,7 @@ def _packs_per_batch(setup: Setup) -> str:
     pairs = plan.batches.pairs_per_pack()
     packs = max(1, round(setup.config.policy.train_global_batch_size / pairs.mean()))
     return (
-        f", in about {packs} of {len(pairs):,} packs of {plan.train.length:,} tokens ({plan.train.algorithm}), "
+        f", in about {packs:,} of {counted(len(pairs), 'pack')} of {plan.train.length:,} tokens ({plan.train.algorithm}), "
         f"{pairs.mean():.1f} pairs per pack on average"
     )
 
@@ -145,7 +150,7 @@ def _run_length(setup: Setup) -> str:
     plan, dpo = setup.plan, setup.config.dpo
     before = f", which end before dpo.max_num_steps={dpo.max_num_steps}" if setup.ends_with_epochs else ""
     patience = dpo.early_stopping_patience
-    early = "" if patience is None else f"; at most {patience} validations without a better {setup.tracked}"
+    early = "" if patience is None else f"; at most {counted(patience, 'validation')} without a better {setup.tracked}"
     return (
         f"steps: {plan.num_steps}; pairs used: {plan.num_pairs:,} of {_pairs_of_epochs(setup)}; "
         f"epochs: {dpo.max_num_epochs}{before}; seed: {setup.config.run.seed}{early}"
@@ -166,27 +171,35 @@ def _pairs_of_epochs(setup: Setup) -> str:
 def _optimizer(setup: Setup) -> str:
     policy, kwargs = setup.config.policy, setup.config.policy.optimizer.kwargs
     highest = f"{setup.plan.highest_rate:g}"
-    reached = "" if highest == f"{kwargs.lr:g}" else f" (at most {highest} is reached)"
     ratio = policy.lora.loraplus_lr_ratio
-    of_b = "" if ratio == 1 else f" ({ratio:g} times that for lora_B)"
-    return (
-        f"AdamW, learning rate {kwargs.lr:g}{reached}{of_b}, weight decay {kwargs.weight_decay:g}, "
-        f"clipping at {policy.max_grad_norm}"
-    )
+    details = [] if highest == f"{kwargs.lr:g}" else [f"at most {highest} is reached"]
+    details += [] if ratio == 1 else [f"{ratio:g} times the rate for lora_B"]
+    rate = f"{kwargs.lr:g} ({'; '.join(details)})" if details else f"{kwargs.lr:g}"
+    return f"AdamW, learning rate {rate}, weight decay {kwargs.weight_decay:g}, clipping at {policy.max_grad_norm}"
 
 
-def _adapters(lora: LoraPlan) -> str:
+def _adapters(lora: LoraPlan, source: ModelSource) -> str:
+    adapted = [counted(len(lora.targets), "layer")] if lora.targets else []
+    adapted += [f"{counted(len(lora.experts), 'tensor')} of experts"] if lora.experts else []
     return (
         ("DoRA" if lora.dora else "LoRA")
-        + f", dim {lora.dim}, alpha {lora.alpha:g}{' / sqrt(dim)' if lora.rslora else ''}, on {len(lora.targets)} layers"
-        + (f" and {len(lora.experts)} tensors of experts" if lora.experts else "")
-        + f" ({listed([*lora.names, *lora.expert_names])}); "
+        + f", dim {lora.dim}, alpha {lora.alpha:g}{' / sqrt(dim)' if lora.rslora else ''}, "
+        + (f"on {' and '.join(adapted)} ({_names_of_layers(lora, source)}); " if adapted else "")
         + "".join(f"not on {one}; " for one in lora.left_out)
         + (f"trained in full: {listed(lora.saved.modules)}; " if lora.saved.modules else "")
-        + (f"embeddings of {len(lora.tokens.ids)} tokens; " if lora.tokens.ids else "")
+        + (f"embeddings of {counted(len(lora.tokens.ids), 'token')}; " if lora.tokens.ids else "")
         + f"{lora.num_trained:,} parameters trained, {lora.num_frozen:,} frozen"
         + (f"; starting from {lora.start.folder}" if lora.start else "")
     )
+
+
+def _names_of_layers(lora: LoraPlan, source: ModelSource) -> str:
+    """Return the short names of the adapted layers, even if other parts of a multimodal checkpoint have layers of these names."""
+    names, where = lora.names, ""
+    if is_multimodal(source.config) and names == lora.targets:
+        short = short_names(lora.targets, [name for name, _ in empty_model(source).named_modules()])
+        names, where = (names, "") if short == names else (short, ", in the text model")
+    return listed([*names, *lora.expert_names]) + where
 
 
 def _weights(setup: Setup) -> str:

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from adapters import trained_adapter
-from models import tiny_config
+from models import model_folder, tiny_config
+from multimodal import multimodal_folder
 from running import short_run
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -500,6 +501,36 @@ def test_the_adapters_in_use_are_reported(tmp_path, adapter):
     assert reported["adapters"].endswith(f"; starting from {adapter}")
     assert reported["reference"] == "cached, the base model with the adapter it starts from"
     assert reported["dropout"] == "0.1 of the adapters' inputs, in training steps"
+
+
+def test_one_adapted_layer_is_reported_in_the_singular():
+    settings = ["policy.lora.enabled=true", "policy.lora.target_modules=[layers.1.mlp.up_proj]"]
+    reported = dict(describe_choices(set_up(load_config(None, settings).config, CPU)))
+    assert ", on 1 layer (model.layers.1.mlp.up_proj); " in reported["adapters"]
+
+
+def test_adapters_of_experts_alone_are_reported_without_layers(tmp_path):
+    model = model_folder(tmp_path / "model", "qwen3_moe")
+    lora = ["enabled=true", "target_modules=[]", "target_parameters=[experts.down_proj]"]
+    settings = [f"policy.model_name={model}", *(f"policy.lora.{one}" for one in lora)]
+    setup = set_up(load_config(None, settings).config, CPU)
+    assert ", alpha 32, on 2 tensors of experts (experts.down_proj); " in dict(describe_choices(setup))["adapters"]
+
+
+@pytest.mark.parametrize(
+    ("targets", "printed"),
+    [
+        ("[q_proj,v_proj]", "on 4 layers (q_proj, v_proj, in the text model); "),
+        ("[layers.1.self_attn.q_proj]", "on 1 layer (model.language_model.layers.1.self_attn.q_proj); "),
+    ],
+)
+def test_layers_of_a_multimodal_checkpoint_are_reported_by_short_names(targets, printed, tmp_path):
+    """Its vision tower has layers of the same names, so that an exported adapter lists full names."""
+    model = multimodal_folder(tmp_path / "model", "gemma3")
+    settings = [f"policy.model_name={model}", "policy.lora.enabled=true", f"policy.lora.target_modules={targets}"]
+    setup = set_up(load_config(None, settings).config, CPU)
+    assert printed in dict(describe_choices(setup))["adapters"]
+    assert all(name.startswith("model.language_model.") for name in setup.lora.names)
 
 
 def test_a_multimodal_checkpoint_cannot_be_quantised(tmp_path):

@@ -1,7 +1,7 @@
 """Recurrent layers in packs: where segments are, which kernels are used, what is refused, what the audit finds."""
 
 import sys
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -372,17 +372,21 @@ def test_outside_packs_the_kernel_of_the_delta_rule_is_used_only_if_it_is_correc
 
 
 def test_a_run_prints_how_recurrent_layers_are_computed(monkeypatch):
+    described = partial(outlook.describe_recurrent_layers, shares_prompts=True)
     lfm2 = tiny_config("lfm2", **SETTINGS["lfm2"])
-    assert outlook.describe_recurrent_layers(lfm2, CPU, "float32") == "convolutions within each sequence"
+    assert described(lfm2, CPU, "float32") == "convolutions within each sequence"
     once = "each prompt once, its state copied for every completion, by "
-    assert outlook.describe_recurrent_layers(granite(), CPU, "float32") == f"{once}torch operations"
+    assert described(granite(), CPU, "float32") == f"{once}torch operations"
     gpu = SimpleNamespace(type="cuda")
     monkeypatch.setattr(outlook, "usable_kernels", lambda *_: Kernels(None, None, "it is not installed"))
-    assert outlook.describe_recurrent_layers(granite(), gpu, "bfloat16") == (
-        f"{once}torch operations, because it is not installed"
-    )
+    assert described(granite(), gpu, "bfloat16") == (f"{once}torch operations, because it is not installed")
     monkeypatch.setattr(outlook, "usable_kernels", lambda *_: Kernels(scan_by_token, None))
-    assert outlook.describe_recurrent_layers(granite(), gpu, "bfloat16") == f"{once}flash-linear-attention"
+    assert described(granite(), gpu, "bfloat16") == f"{once}flash-linear-attention"
+
+
+def test_a_run_does_not_print_that_states_are_copied_if_prompts_are_repeated():
+    how = outlook.describe_recurrent_layers(granite(), CPU, "float32", shares_prompts=False)
+    assert how == "each prompt again for every completion, by torch operations"
 
 
 def test_the_memory_estimate_counts_states_in_packs():

@@ -185,4 +185,4 @@ def test_what_is_trained_is_reported():
         "LoRA, dim 16, alpha 32 / sqrt(dim), on 28 layers (down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj); "
         "trained in full: model.norm; 155,776 parameters trained, 1,049,600 frozen"
     )
-    assert "(16 times that for lora_B)" in reported["optimizer"]
+    assert "learning rate 0.001 (16 times the rate for lora_B)" in reported["optimizer"]

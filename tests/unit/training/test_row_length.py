@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hybrids import hybrid_settings
+from models import model_folder
 from transformers import AutoConfig
 
 from tandem.config.load import load_config
@@ -209,6 +211,34 @@ def test_a_rate_that_the_schedule_does_not_reach_is_described():
     assert reported("dpo.max_num_steps=1").startswith(
         "AdamW, learning rate 0.001 (at most 0.0001 is reached), weight decay"
     )
+    of_lora_b = ["policy.lora.enabled=true", "policy.lora.loraplus_lr_ratio=16"]
+    assert reported("dpo.max_num_steps=1", *of_lora_b).startswith(
+        "AdamW, learning rate 0.001 (at most 0.0001 is reached; 16 times the rate for lora_B), weight decay"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "printed"),
+    [
+        ([], "each prompt once, its state copied for every completion"),
+        (["policy.packing.share_prompts=false"], "each prompt again for every completion"),
+    ],
+)
+def test_it_is_described_whether_recurrent_layers_share_prompts(given, printed, tmp_path):
+    hybrid = model_folder(tmp_path / "hybrid", "granitemoehybrid", **hybrid_settings("granitemoehybrid"))
+    setup = set_up(load_config(None, [f"policy.model_name={hybrid}", *given]).config, torch.device("cpu"))
+    assert f"; recurrent layers: {printed}, by torch operations; " in describe_computation(setup)
+
+
+def test_the_weight_of_the_load_balancing_loss_is_described(tmp_path):
+    experts = model_folder(tmp_path / "experts", "qwen3_moe")
+
+    def reported(*overrides):
+        config = load_config(None, [f"policy.model_name={experts}", *overrides]).config
+        return dict(describe_choices(set_up(config, torch.device("cpu"))))["loss"]
+
+    assert reported() == "(dpo) x 1 + sft x 0"
+    assert reported("dpo.router_aux_loss_coef=0.001") == "(dpo) x 1 + sft x 0, router_aux_loss_coef 0.001"
 
 
 def test_prepared_rows_are_described_as_such(tmp_path, monkeypatch):

@@ -24,16 +24,20 @@ def expected_kernels(config: Any, device: torch.device, precision: str) -> Kerne
     return usable_kernels(FAMILIES[config.model_type], state_sizes(config), device, DTYPES[precision])
 
 
-def describe_recurrent_layers(config: Any, device: torch.device, precision: str) -> str:
-    """Describe how recurrent layers are computed in packs. `config`: of the text model."""
+def describe_recurrent_layers(config: Any, device: torch.device, precision: str, *, shares_prompts: bool) -> str:
+    """Describe how recurrent layers are computed in packs.
+
+    `config`: of the text model. `shares_prompts`: the completions in a row share their prompt (policy.packing.share_prompts).
+    """
     if state_sizes(config) is None:
         return "convolutions within each sequence"
     kernels = expected_kernels(config, device, precision)
     forked = "each prompt once, its state copied for every completion"
+    prompts = forked if shares_prompts else "each prompt again for every completion"
     if kernels.scan is not None:
-        return f"{forked}, by flash-linear-attention"
+        return f"{prompts}, by flash-linear-attention"
     reason = f", because {kernels.reason}" if device.type == "cuda" else ""
-    return f"{forked}, by torch operations{reason}"
+    return f"{prompts}, by torch operations{reason}"
 
 
 def bytes_per_token(config: Any, device: torch.device, precision: str, *, num_layers: float) -> float:
