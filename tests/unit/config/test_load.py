@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from pydantic import ValidationError
 from tandem.config.keys import all_keys
 from tandem.config.load import load_config, require_training_set
 from tandem.config.schema import Config
-from tandem.config.source.overrides import parse_override
+from tandem.config.source.overrides import parse_change, parse_override
 from tandem.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("of_a_command")
@@ -320,12 +321,55 @@ def test_several_paths_get_the_hint_to_write_a_list_of_sets():
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("run={name", "no viable alternative at input '{name'")],
+    [
+        ("run={name", """its { is not closed. Close it, or quote the value if it is text: 'run="{name"'."""),
+        (
+            "policy.lora.target_modules=((",
+            """its ( is not closed. Close it, or quote the value if it is text: 'policy.lora.target_modules="(("'.""",
+        ),
+        (
+            "run.name={a: [1}",
+            """its [ is not closed. Close it, or quote the value if it is text: 'run.name="{a: [1}"'.""",
+        ),
+        (
+            "run.name=[a]]",
+            """its ] closes nothing. Leave it out, or quote the value if it is text: 'run.name="[a]]"'.""",
+        ),
+        (
+            "run.name=['a(]",
+            "its ' is not closed. Close it, or quote the value if it is text: "
+            + shlex.quote('run.name="[\'a(]"')
+            + ".",
+        ),
+        (
+            "run.name=it's",
+            "its ' is not closed. Close it, or quote the value if it is text: " + shlex.quote('run.name="it\'s"') + ".",
+        ),
+        (
+            "run.name=a=b",
+            "its value is not a number, a list [a,b] or a map {a: b}, and other text with special characters needs quotes. "
+            """Correct it, or quote the value if it is text: 'run.name="a=b"'.""",
+        ),
+        ("run[=1", "its key cannot be read. Write key=value, +key=value or ~key. `tandem config` lists all keys."),
+    ],
 )
-def test_an_invalid_override_is_refused_with_the_grammar(text, reason):
-    assert refusal(None, text) == (
-        f"override {text!r}: {reason}. Write key=value, +key=value or ~key; quote values that contain "
-        """, = { } [ ] or spaces: 'key="a, b"'."""
+def test_an_override_that_cannot_be_read_is_refused_with_how_to_write_it(text, reason):
+    assert refusal(None, text) == f"override {text!r}: {reason}"
+
+
+@pytest.mark.parametrize("text", ["[q_proj", "((", "it's", 'a"b', """a"b'c""", "a='\\", ".*\\.(q|v)_proj", "x,", "${x"])
+def test_the_quotes_that_an_error_advises_give_the_text(text):
+    with pytest.raises(ConfigError) as refused:
+        parse_change(f"run.name={text}")
+    (advised,) = shlex.split(str(refused.value).partition("if it is text: ")[2].removesuffix("."))
+    assert parse_change(advised).value == text
+
+
+def test_an_error_in_a_function_of_an_override_is_quoted():
+    message = refusal(None, "run.seed=choice()")
+    assert (
+        "'run.seed=choice()': ValueError while evaluating 'choice()': empty choice is not legal. Correct it, or "
+        in message
     )
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +16,7 @@ from hydra.errors import HydraException
 from tandem.config.validation import COMMAND_LINE, PYTHON
 from tandem.errors import ConfigError, one_line
 from tandem.terminal.arguments import option
+from tandem.terminal.commands import override
 from tandem.user_code import name_function
 
 # Replaces a ~ at the start of a value, which Hydra does not accept. Quoted text is left alone.
@@ -24,6 +26,10 @@ HOME_TILDE = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?:(?<=[\[{,:\
 COLON = "__colon__"
 FUNCTION_IN_MAP = re.compile(r"""(?<=[{,\s])(["']?)([^"'{}\[\],\s]+\.py):([^\W\d]\w*)\1(?=\s*:)""")
 CONFIG_ENDINGS = (".yaml", ".yml", ".py")  # of files that are configurations; .py: a script for TRL
+# A quoted text, or a quote that is not closed.
+QUOTED = re.compile(r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|["']""")
+BRACKET = re.compile(r"[()\[\]{}]")
+BRACKETS = {"(": ")", "[": "]", "{": "}"}
 MAPPED_KEYS = ("dpo.preference_loss",)  # keys whose value may be a map, with keys that contain dots
 
 
@@ -40,19 +46,55 @@ class Change:
 def parse_override(text: str) -> Override:
     """Parse key=value, +key=value or ~key. The value may be a sweep, such as a,b or range(1,4)."""
     try:
-        override = _parsed(_without_tildes(_without_colons(text)))
+        parsed = _parsed(_without_tildes(_without_colons(text)))
     except RecursionError:
         raise ConfigError(f"override {text[:40]!r}…: nested too deeply. Use fewer levels.") from None
     except HydraException as error:
         if "=" not in text and not text.startswith("~"):
             raise ConfigError(f"override {text!r}: {_without_key(text)}") from None
-        raise ConfigError(
-            f"override {text!r}: {one_line(error)}. Write key=value, +key=value or ~key; quote values that contain "
-            """, = { } [ ] or spaces: 'key="a, b"'."""
-        ) from None
-    if not override.key_or_group:
+        known = one_line(error) if " while evaluating " in str(error) else None  # of a function, such as range(1,4)
+        raise ConfigError(f"override {text!r}: {_what_is_wrong(text, known)}") from None
+    if not parsed.key_or_group:
         raise ConfigError(f"override {text!r}: no key before the =. Write key=value.")
-    return override
+    return parsed
+
+
+def _what_is_wrong(text: str, known: str | None) -> str:
+    """Return what is wrong with an override that has a =, and how to write it. `known`: the reason, if it is known."""
+    key, _, value = text.partition("=")
+    if not _is_key(key):
+        return "its key cannot be read. Write key=value, +key=value or ~key. `tandem config` lists all keys."
+    quoted = override(key, value) if '"' in value or value.endswith("\\") else f'{key}="{value}"'
+    text_is_quoted = f"quote the value if it is text: {shlex.quote(quoted)}."
+    if known is not None:
+        return f"{known}. Correct it, or {text_is_quoted}"
+    for found in QUOTED.finditer(value):
+        if len(found[0]) == 1:
+            return f"its {found[0]} is not closed. Close it, or {text_is_quoted}"
+    opened: list[str] = []
+    for found in BRACKET.finditer(QUOTED.sub("", value)):
+        if found[0] in BRACKETS:
+            opened.append(found[0])
+        elif not opened:
+            return f"its {found[0]} closes nothing. Leave it out, or {text_is_quoted}"
+        elif BRACKETS[opened[-1]] == found[0]:
+            opened.pop()
+        else:
+            break
+    if opened:
+        return f"its {opened[-1]} is not closed. Close it, or {text_is_quoted}"
+    return (
+        "its value is not a number, a list [a,b] or a map {a: b}, and other text with special characters needs quotes. Correct "
+        f"it, or {text_is_quoted}"
+    )
+
+
+def _is_key(key: str) -> bool:
+    try:
+        _parsed(f"{key}=1")
+    except HydraException:
+        return False
+    return True
 
 
 def _without_key(text: str) -> str:
@@ -78,9 +120,9 @@ def _parsed(text: str) -> Override:
 
 def parse_change(text: str) -> Change:
     """Parse an override of a single run. Raise ConfigError if it has several values."""
-    override = parse_override(text)
-    if override.is_sweep_override():
-        key, value = override.key_or_group, text.partition("=")[2]
+    parsed = parse_override(text)
+    if parsed.is_sweep_override():
+        key, value = parsed.key_or_group, text.partition("=")[2]
         grouped = re.fullmatch(r"\d{1,3}(,\d{3})+", value)
         one_number = f" Write a number without commas: {key}={value.replace(',', '')}." if grouped else ""
         list_key = "data.train" if key == "data.train.data_path" else key  # a set has one path; data.train takes a list
@@ -88,9 +130,9 @@ def parse_change(text: str) -> Change:
             f"override {text!r}: several values are a sweep, which a single run cannot do. To train one run per "
             f"value, use `tandem sweep`. For a list, write {list_key}=[a,b].{one_number}"
         )
-    if override.type == OverrideType.DEL:
-        return Change(override.key_or_group, deletes=True)
-    return Change(override.key_or_group, plain_value(override.value()))
+    if parsed.type == OverrideType.DEL:
+        return Change(parsed.key_or_group, deletes=True)
+    return Change(parsed.key_or_group, plain_value(parsed.value()))
 
 
 def changes_in(tree: Mapping[str, Any]) -> list[Change]:
