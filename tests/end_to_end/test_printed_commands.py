@@ -7,9 +7,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from models import MODEL
+from multimodal import multimodal_folder
 from running import SHORT, killed_after
 
 from tandem.cli import main as cli
@@ -21,7 +23,7 @@ from tandem.report.reporter import Reporter
 from tandem.report.verdicts import Verdict
 from tandem.training.run import finish
 from tandem.training.run.directory import other_run_hint
-from tandem.training.run.finish import REAL_MODEL, blamed_keys, with_real_model
+from tandem.training.run.finish import REAL_MODEL, blamed_keys, using, with_real_model
 from tandem.training.trainer import train
 
 # Of a model of one's own, by other names than usual, in a folder with a space.
@@ -67,6 +69,36 @@ def test_the_printed_command_makes_the_model_answer(tmp_path, capsys, overrides,
     text = answer["generated_text"]
     assert isinstance(text, str) is (asks == "text")
     assert len(text) > len("How far is the moon?") if asks == "text" else text[-1]["role"] == "assistant"
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("qwen2_5_vl", []),
+        ("mistral3", ["policy.tokenizer.chat_template=null"]),
+        ("qwen2_5_vl", ["policy.lora.enabled=true", "export.merge_lora=false"]),
+    ],
+    ids=["a chat template", "raw text", "adapters alone"],
+)
+def test_the_printed_command_makes_a_multimodal_model_answer_without_warnings(tmp_path, capsys, family, overrides):
+    """transformers does not support all of these models in its pipeline for text."""
+    base = multimodal_folder(tmp_path / "base", family)
+    printed = trained(capsys, tmp_path, own_pairs(tmp_path), *OWN_KEYS, f"policy.model_name={base}", *overrides)
+    ran = subprocess.run(shlex.split(printed), capture_output=True, text=True, check=True)
+    assert not [line for line in ran.stderr.splitlines() if "[transformers]" in line or "arning" in line]
+    assert len(ran.stdout.partition("far is the moon?")[2]) > 40
+
+
+def test_a_multimodal_model_is_used_on_the_device_that_trained_it():
+    template = SimpleNamespace(example=lambda: None)
+    source = SimpleNamespace(config=SimpleNamespace(model_type="gemma3"))
+    setup = SimpleNamespace(template=template, source=source, device=SimpleNamespace(type="cuda"))
+    code = shlex.split(using(Path("m"), setup))[-1]
+    assert code.startswith(
+        'from transformers import AutoModelForImageTextToText, AutoTokenizer; name = "m"; '
+        'model = AutoModelForImageTextToText.from_pretrained(name).to("cuda"); '
+    )
+    assert 'tokenizer("How far is the moon?", return_tensors="pt").to("cuda"); ' in code
 
 
 def test_the_command_for_a_model_without_a_template_uses_plain_text(tmp_path, capsys):

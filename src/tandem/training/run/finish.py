@@ -16,9 +16,10 @@ from tandem.config.sections.section import EMBEDDED
 from tandem.data.preflight import prompt_overlaps
 from tandem.data.store.opening import is_prepared
 from tandem.data.store.selection import Preferences
-from tandem.data.text.template import QUESTION, Template
+from tandem.data.text.template import QUESTION
 from tandem.exporting.card import CARD, CardFacts, data_sets, model_card
 from tandem.exporting.folder import ExportForm, export_form, reload, write_export
+from tandem.model.architecture import is_multimodal
 from tandem.report.per_pair import PerPairFile, described
 from tandem.report.verdicts import Verdict, judge
 from tandem.storage.cache import GIB, write_atomically
@@ -28,6 +29,7 @@ from tandem.training.metrics import PairTable
 from tandem.training.run.early_stopping import RestoredStep, is_exhausted, restore_best
 from tandem.training.start.build import Training
 from tandem.training.start.plan import suggested_batch_size
+from tandem.training.start.setup import Setup
 from tandem.training.validation import ValidationReport, measure, validate
 
 REAL_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # small enough for any machine
@@ -181,7 +183,7 @@ def _suggest_next(t: Training, model: Path, loaded: LoadedConfig, blamed: Collec
     """
     if t.setup.config.policy.model_name != EMBEDDED:
         t.reporter.say("\nNext: use it.")
-        t.reporter.command(using(model, t.setup.template))
+        t.reporter.command(using(model, t.setup))
     elif any(is_prepared(Path(str(one.data_path))) for one in _sets(loaded)):
         t.reporter.say("\nNext: a real model (policy.model_name), for which the pairs must be prepared again.")
     else:
@@ -192,10 +194,25 @@ def _suggest_next(t: Training, model: Path, loaded: LoadedConfig, blamed: Collec
         t.reporter.command(with_real_model(loaded, t.run, t.setup.plan.batches.num_pairs_of(0), blamed))
 
 
-def using(model: Path, template: Template) -> str:
-    """Return a command that prompts an exported model: with a conversation if it has a chat template, else with plain text."""
-    asked = json.dumps(template.example() or QUESTION, ensure_ascii=False)
+def using(model: Path, setup: Setup) -> str:
+    """Return a command that prompts an exported model: with a conversation if it has a chat template, else with plain text.
+
+    transformers' pipelines move a model to the GPU. For multimodal checkpoints there is none that needs only the tokenizer.
+    """
+    conversation = setup.template.example()
+    asked = json.dumps(conversation or QUESTION, ensure_ascii=False)
     name = json.dumps(str(model), ensure_ascii=False)
+    if is_multimodal(setup.source.config):
+        there = "" if setup.device.type == "cpu" else f'.to("{setup.device.type}")'
+        tensors = 'return_tensors="pt"'
+        templated = f"tokenizer.apply_chat_template({asked}, add_generation_prompt=True, return_dict=True, {tensors})"
+        prompt = templated if conversation else f"tokenizer({asked}, {tensors})"
+        return python_command(
+            f"from transformers import AutoModelForImageTextToText, AutoTokenizer; name = {name}; "
+            f"model = AutoModelForImageTextToText.from_pretrained(name){there}; "
+            f"tokenizer = AutoTokenizer.from_pretrained(name); prompt = {prompt}{there}; "
+            "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=40)[0]))"
+        )
     return python_command(
         f'from transformers import pipeline; print(pipeline("text-generation", {name})({asked}, max_new_tokens=40))'
     )
