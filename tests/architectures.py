@@ -212,6 +212,8 @@ EXACT = 1e-5
 
 # Part of the message with which a type is refused -> the reason in the table.
 REASONS = {
+    "attends to prompts in both directions": "sees later tokens",
+    "is an encoder, in which": "sees later tokens",
     "is multimodal": "unknown multimodal type",
     "is not a causal language model in transformers": "not a causal model",
     "not a causal language model: a later token": "sees later tokens",

@@ -59,6 +59,14 @@ TYPES_WITH_BALANCE = (
     ),
     *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"),
 )
+# Model types that are encoders unless their configuration has is_decoder=true. Others have such a setting and ignore it.
+ENCODERS = (
+    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+    *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
+    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
+# Multimodal types whose text model attends to prompts in both directions.
+TYPES_WITH_PREFIX_ATTENTION = ("paligemma",)
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, RecurrentGemma, xLSTM
 REQUIRED_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
 
@@ -72,7 +80,7 @@ class Architecture:
     model_class: Any  # the class of the model, which auto_class chooses
     num_layers: int
     layers: tuple[Mixing, ...] | None  # None: the configuration does not list its layers
-    recurrent: tuple[str, ...]  # the kinds of recurrent layers, as the configuration names them
+    recurrent: tuple[str, ...]  # the kinds of recurrent layers, as the configuration names them, or mamba
     scan: Scan | None  # what the recurrent layers compute; None: there are none, or none that can be packed
     window: int | None  # the sliding window of the configuration
     caps_scores: bool  # attention scores are soft-capped
@@ -80,7 +88,6 @@ class Architecture:
     has_experts: bool
     hides_positions: bool  # has a table of positions that cannot be found among its modules
     random_settings: dict[str, float]  # nonzero settings that would add randomness in training mode
-    is_encoder: bool  # the configuration says that tokens see later ones
 
     @property
     def num_attention_layers(self) -> int:
@@ -126,7 +133,7 @@ def architecture_of(config: Any, model_class: Any = None) -> Architecture:
     if model_class is None:
         model_class = auto if is_multimodal(config) else auto._model_mapping[type(config)]
     kinds = getattr(text, "layer_types", None) or []
-    recurrent = tuple(sorted({kind for kind in kinds if _mixing(kind) in ("recurrent", "both")}))
+    recurrent = tuple(sorted({_shown(kind, text) for kind in kinds if _mixing(kind) in ("recurrent", "both")}))
     if not recurrent and getattr(model_class, "_is_stateful", False):
         recurrent = (text.model_type,)
     windows = [window for window in values_of(text, "sliding_window") if isinstance(window, int)]
@@ -144,7 +151,6 @@ def architecture_of(config: Any, model_class: Any = None) -> Architecture:
         has_experts=any(getattr(text, name, None) for name in NUMBERS_OF_EXPERTS),
         hides_positions=text.model_type in TYPES_WITH_HIDDEN_TABLE,
         random_settings=_random_settings(text),
-        is_encoder=getattr(text, "is_decoder", None) is False,
     )
 
 
@@ -155,12 +161,18 @@ def check_architecture(source: ModelSource) -> Architecture:
         text = source.config.get_text_config()
         if any(getattr(text, name, None) is None for name in REQUIRED_SIZES):
             raise KeyError
-        return architecture_of(source.config)
+        architecture = architecture_of(source.config)
     except (KeyError, ValueError):  # ValueError: several language models in one
         raise ConfigError(
             f"{source.place}: model type {source.config.model_type!r} is not a causal language model in transformers. "
             "Choose a model that generates text."
         ) from None
+    if text.model_type in ENCODERS and not getattr(text, "is_decoder", False):
+        raise ConfigError(
+            f"{source.place}: a {text.model_type} model whose configuration has is_decoder=false is an encoder, in which tokens "
+            "see later ones, so it is not a causal language model. Choose a model that generates text."
+        )
+    return architecture
 
 
 def _refuse_unknown_multimodal(source: ModelSource) -> None:
@@ -175,6 +187,11 @@ def _refuse_unknown_multimodal(source: ModelSource) -> None:
         )
     if is_multimodal(config):
         return
+    if config.model_type in TYPES_WITH_PREFIX_ATTENTION:
+        raise ConfigError(
+            f"{source.place}: model type {config.model_type!r} attends to prompts in both directions, which tandem does not "
+            "compute. Choose a checkpoint of a type that docs/multimodal.md lists."
+        )
     # Those of speech are only in the last mapping, in which a few causal language models are, too.
     speech = type(config) in AutoModelForMultimodalLM._model_mapping
     if type(config) in AutoModelForImageTextToText._model_mapping or (
@@ -196,6 +213,12 @@ def _mixing(kind: str) -> Mixing:
     if "attention" not in kind or "linear" in kind:
         return "recurrent"
     return "window" if "sliding" in kind else "full"
+
+
+def _shown(kind: str, text: Any) -> str:
+    """Return the name of a kind of recurrent layers. transformers names Mamba layers linear_attention, as it does many others."""
+    is_mamba = "mamba" in text.model_type or any(name.startswith("mamba_") for name in text.to_dict())
+    return "mamba" if kind == "linear_attention" and is_mamba else kind
 
 
 def _random_settings(text: Any) -> dict[str, float]:

@@ -127,7 +127,7 @@ def test_layers_with_attention_and_a_state_count_as_both_and_feed_forward_layers
     assert falcon.num_attention_layers == 2
     assert nemotron.layers == ("recurrent", "full", "none", "recurrent")
     assert nemotron.num_attention_layers == 1
-    assert nemotron.recurrent == ("linear_attention",)
+    assert nemotron.recurrent == ("mamba",)
 
 
 def test_other_recurrent_layers_are_refused_in_packs():
@@ -135,8 +135,8 @@ def test_other_recurrent_layers_are_refused_in_packs():
     with pytest.raises(ConfigError) as refused:
         check_packable(source, Policy())
     assert str(refused.value) == (
-        "policy.model_name = it: its recurrent layers (linear_attention) carry state along a row, so packed sequences would "
-        "leak into each other. Train it unpacked: policy.packing.mode=none."
+        "policy.model_name = it: its recurrent layers (mamba) carry state along a row, so packed sequences would leak into "
+        "each other. Train it unpacked: policy.packing.mode=none."
     )
     check_packable(source, Policy(packing=Packing(mode="none")))
 

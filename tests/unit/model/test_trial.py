@@ -1,5 +1,6 @@
 """Models that cannot be trained, or not in packs, are refused in one message, most of them before their weights load."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -7,14 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from architectures import make_model, tiny_config
+from architectures import CAUSAL, DECODERS, make_model, tiny_config
 from models import embedded_model, model_folder, random_preference
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.config.schema import Config
 from tandem.config.sections.policy import Packing, Policy
 from tandem.errors import ConfigError, TandemError
-from tandem.model.architecture import auto_class, check_packable
+from tandem.model import architecture
+from tandem.model.architecture import auto_class, check_architecture, check_packable
 from tandem.model.attention.pack_attention import attend
 from tandem.model.distributed.layers import check_layers
 from tandem.model.files.source import ModelSource, find_model
@@ -69,12 +71,43 @@ def test_a_model_that_is_not_causal_is_refused_before_weights_load(model_type, m
 
 
 def test_a_multimodal_checkpoint_of_an_unknown_type_is_refused_before_weights_load():
-    for name in ("paligemma", "voxtral"):  # of images, and of speech
+    for name in ("blip", "voxtral"):  # of images, and of speech
         assert refusal(check_packable, source_of(name), policy(mode="batch")) == (
             f"policy.model_name = it: model type '{name}' is multimodal, and tandem does not know where its text model is, to "
             "train it and export the rest unchanged. Save its text model as a causal language model and train that, or choose a "
             "checkpoint of a type that docs/multimodal.md lists."
         )
+
+
+def test_a_multimodal_checkpoint_with_prefix_attention_is_refused_for_that_reason():
+    """Its text model, saved as a causal language model, would attend differently."""
+    assert refusal(check_packable, source_of("paligemma"), policy(mode="none")) == (
+        "policy.model_name = it: model type 'paligemma' attends to prompts in both directions, which tandem does not compute. "
+        "Choose a checkpoint of a type that docs/multimodal.md lists."
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model_type", DECODERS)
+def test_an_encoder_is_refused_before_weights_load(model_type, mode):
+    assert refusal(check_packable, source_of(model_type), policy(mode=mode)) == (
+        f"policy.model_name = it: a {model_type} model whose configuration has is_decoder=false is an encoder, in which tokens "
+        "see later ones, so it is not a causal language model. Choose a model that generates text."
+    )
+    check_packable(source_of(model_type, is_decoder=True), policy(mode="none"))
+
+
+def test_no_other_causal_type_is_refused_as_an_encoder():
+    """Some have is_decoder=false by default, and are causal: bart, gpt_neox and others."""
+    refused = []
+    for name in sorted(CAUSAL - {*DECODERS}):
+        with contextlib.suppress(Exception):  # types that no configuration can be made for without further settings
+            source = source_of(name)
+            try:
+                check_architecture(source)
+            except ConfigError as error:
+                refused += [name] if "encoder" in str(error) else []
+    assert not refused
 
 
 def test_the_page_lists_the_multimodal_types():
@@ -100,14 +133,15 @@ def test_a_multimodal_checkpoint_with_quantised_weights_is_refused_before_weight
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_model_that_sees_later_tokens_is_refused(tmp_path, mode):
+def test_a_model_that_sees_later_tokens_is_refused(tmp_path, monkeypatch, mode):
+    monkeypatch.setattr(architecture, "ENCODERS", ())  # as if it were a type that is not known to be an encoder
     folder = made(tmp_path / "model", "bert")
     message = refusal(loaded, folder, mode)
     assert message.startswith(
         f"policy.model_name = {folder}: not a causal language model: a later token changes the log-probabilities of earlier ones "
         "by 0."
     )
-    assert message.endswith("nats. Its configuration has is_decoder=false. Choose a model that generates text.")
+    assert message.endswith("nats. Choose a model that generates text.")
 
 
 @pytest.mark.parametrize(

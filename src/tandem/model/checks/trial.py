@@ -117,10 +117,9 @@ def _check_causal(policy: Policy, source: ModelSource, device: torch.device) -> 
     before = [policy.plain_logps(prompt, one)[:-1] for one in (completion, other)]
     difference = float((before[0] - before[1]).abs().mean())
     if difference > TOLERANCE.get(policy.model.dtype, TOLERANCE_16_BIT):
-        hint = " Its configuration has is_decoder=false." if policy.architecture.is_encoder else ""
         raise ConfigError(
             f"{source.place}: not a causal language model: a later token changes the log-probabilities of earlier ones by "
-            f"{difference:.2g} nats.{hint} Choose a model that generates text."
+            f"{difference:.2g} nats. Choose a model that generates text."
         )
 
 
