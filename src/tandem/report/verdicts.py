@@ -10,7 +10,7 @@ from math import ceil, hypot, isfinite, sqrt
 from tandem.config.losses import is_dpo, lowers_chosen, needs_scores, supports
 from tandem.config.schema import Config
 from tandem.report.history import LOSS_ERROR, History, is_complete, on_last_pairs, quarter_means
-from tandem.terminal.arguments import option
+from tandem.terminal.arguments import in_command, option
 from tandem.training.checkpoint.ranking import Record
 
 STANDARD_ERRORS = 2.0  # an accuracy that differs from the start by this many is significant
@@ -149,12 +149,20 @@ def _accuracy_flat(history: History) -> str | None:
         lowest = min(history.records, key=lambda record: record["loss"])
         longer = "Train longer or with a larger policy.optimizer.kwargs.lr"
         what = f"The loss has risen: {SMALLER_RATE}" if _has_risen(history, lowest) else longer
-        advice = f"{what}; if that does not help, read the pairs that {option('per_pair', metavar='FILE')} writes."
+        advice = f"{what}; if that does not help, read the pairs that {_writes_pairs(history)} lists first."
     needed = f"{enough:.3f}"
     if num_pairs < ENOUGH_PAIRS:  # their share of all pairs has few values
         needed = f"{ceil(enough * num_pairs)} of {num_pairs}"
         advice = f"With so few pairs, only large changes can be told from chance: validate on {ENOUGH_PAIRS} or more. {advice}"
     return f"accuracy is flat: {flat} ({needed} would be). {advice}"
+
+
+def _writes_pairs(history: History) -> str:
+    """Return the command, or in Python the call, that writes the pairs of a run, the smallest margins first."""
+    needs_data = history.split == "train"  # by default, those of the validation sets are written
+    if in_command():
+        return f"`tandem eval RUN {'DATA ' if needs_data else ''}{option('per_pair', metavar='FILE')}`"
+    return f"tandem.evaluate(RUN, {'DATA, ' if needs_data else ''}{option('per_pair', metavar='FILE')})"
 
 
 def _accuracy_reversed(history: History) -> str | None:

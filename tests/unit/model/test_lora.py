@@ -109,6 +109,19 @@ def test_the_refusal_of_a_target_that_matches_nothing_lists_the_linear_layers(so
     )
 
 
+def test_the_refusal_of_a_layer_that_does_not_exist_names_the_numbers_of_those_that_do(source, tmp_path):
+    for key in ("target_modules", "exclude_modules"):
+        assert refusal(source, **{key: ["layers.9.mlp.up_proj"]}) == (
+            f"policy.lora.{key}: layers.9.mlp.up_proj matches no linear layer of embedded. Its layers of this name have the "
+            "numbers 0 to 3."
+        )
+        assert refusal(source, **{key: ["layers.9.query"]}).endswith(LINEAR)
+    settings = {"layer_types": ["full_attention", "linear_attention"] * 2, "num_hidden_layers": 4}
+    hybrid = ModelSource("it", tmp_path, tiny_config("qwen3_next", **settings))
+    message = refusal(hybrid, target_modules=["layers.1.self_attn.q_proj"])
+    assert message.endswith(" of it. Its layers of this name have the numbers 0, 2.")
+
+
 def test_the_refusal_of_a_name_outside_a_list_explains_how_to_write_it(source):
     assert refusal(source, target_modules="q_proj") == (
         f"policy.lora.target_modules: q_proj matches no linear layer of embedded. {LINEAR} "

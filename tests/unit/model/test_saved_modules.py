@@ -6,6 +6,7 @@ import pytest
 import torch
 from adapters import trained_adapter
 from models import tiny_config
+from multimodal import multimodal_config
 from safetensors.torch import load_file, save_file
 
 from tandem.config.load import load_config
@@ -81,6 +82,21 @@ def test_a_module_that_does_not_exist_is_refused(untied):
         "policy.lora.modules_to_save: head matches no module with weights of untied. It has down_proj, embed_tokens, gate_proj, "
         "input_layernorm, k_proj, lm_head, norm, o_proj, post_attention_layernorm, q_proj, up_proj, v_proj."
     )
+
+
+def test_the_modules_that_exist_include_a_head_that_is_tied_to_the_embeddings(source):
+    assert ", embed_tokens, gate_proj, input_layernorm, k_proj, lm_head, norm, " in refusal(
+        source, modules_to_save=["x"]
+    )
+
+
+def test_only_modules_of_the_text_model_of_a_multimodal_checkpoint_can_be_trained(tmp_path):
+    source = ModelSource("it", tmp_path, multimodal_config("gemma3"))
+    message = refusal(source, modules_to_save=["multi_modal_projector"])
+    assert message.startswith(
+        "policy.lora.modules_to_save: multi_modal_projector matches no module with weights of the text model of it. It has "
+    )
+    assert message.endswith(" v_proj. Modules of its other parts are not trained.")
 
 
 def test_a_module_and_a_part_of_it_are_refused(untied):

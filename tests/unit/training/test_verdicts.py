@@ -313,8 +313,9 @@ def test_longer_training_is_not_advised_if_the_loss_rises():
     text = found(course({"loss": 0.69}, {"loss": 0.6, "accuracy": 0.55}, {"loss": 0.66, "accuracy": 0.55}))
     assert text["accuracy_flat"].endswith(
         "The loss has risen: try a smaller policy.optimizer.kwargs.lr; if that does not help, read the pairs that "
-        "--per-pair FILE writes."
+        "`tandem eval RUN --per-pair FILE` lists first."
     )
+    assert "`tandem eval RUN DATA --per-pair FILE`" in found(steps_of(40, accuracy=0.5))["accuracy_flat"]
 
 
 def test_swapped_labels_are_ruled_out_if_training_accuracy_is_no_better():

@@ -9,6 +9,7 @@ from typing import Any
 
 from tandem.config.sections.policy import Lora
 from tandem.errors import ConfigError
+from tandem.model.architecture import is_multimodal
 from tandem.model.files.source import ModelSource
 from tandem.model.lora.files import TrainedAdapter
 from tandem.model.lora.quantised import quantised_layers
@@ -75,9 +76,13 @@ def _find(model: Any, source: ModelSource, wanted: list[str]) -> tuple[str, ...]
     for pattern in wanted:
         selected = [name for name in with_weights if ends_with(name, pattern)]
         if not selected:
-            own = {name.rpartition(".")[0].rpartition(".")[2] for name, _ in model.named_parameters()}
+            weights = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # a tied head's too
+            own = {name.rpartition(".")[0].rpartition(".")[2] for name in weights} - {""}
+            whose, only = source.name, ""
+            if is_multimodal(source.config):
+                whose, only = f"the text model of {whose}", " Modules of its other parts are not trained."
             raise ConfigError(
-                f"{KEY}: {pattern} matches no module with weights of {source.name}. It has {listed(sorted(own - {''}))}."
+                f"{KEY}: {pattern} matches no module with weights of {whose}. It has {listed(sorted(own))}.{only}"
             )
         found += selected
     modules = tuple(name for name in with_weights if name in found)

@@ -48,7 +48,10 @@ def selected_targets(
     selected = _select(lora.target_modules, list(layers), head, source, known=known)
     for name in lora.exclude_modules:
         if not any(ends_with(layer, name) for layer in (*layers, head or "")):
-            raise ConfigError(f"policy.lora.exclude_modules: {name} matches no linear layer of {source.name}. {known}")
+            instead = _numbers_of(name, [*layers]) or known
+            raise ConfigError(
+                f"policy.lora.exclude_modules: {name} matches no linear layer of {source.name}. {instead}"
+            )
     if not lora.target_modules:
         return []
     if lora.target_modules == ALL_LINEAR:
@@ -91,10 +94,29 @@ def _select(
             hint = (
                 " A regular expression must match full names; give short names as a list." if pattern is wanted else ""
             )
+            instead = known if isinstance(wanted, str) else _numbers_of(pattern, names) or known
             raise ConfigError(
-                f"policy.lora.target_modules: {pattern} matches no linear layer of {source.name}. {known}{hint}"
+                f"policy.lora.target_modules: {pattern} matches no linear layer of {source.name}. {instead}{hint}"
             )
     return [layer for layer in layers if any(layer in selected for selected in found.values())]
+
+
+def _numbers_of(wanted: str, names: list[str]) -> str | None:
+    """Return a sentence with the numbers that the first number of a name may have. None: no name differs only in its numbers.
+
+    Example: layers.9.mlp.up_proj, of a model with four layers: "Its layers of this name have the numbers 0 to 3."
+    """
+    parts = wanted.split(".")
+    if not any(part.isdecimal() for part in parts):
+        return None
+    alike = [r"(\d+)" if part.isdecimal() else re.escape(part) for part in parts]
+    pattern = re.compile(r"(?:.*\.)?" + r"\.".join(alike))
+    numbers = sorted({int(match[1]) for name in names if (match := pattern.fullmatch(name))})
+    if not numbers:
+        return None
+    first, last = numbers[0], numbers[-1]
+    has_all = numbers == list(range(first, last + 1)) and first < last
+    return f"Its layers of this name have the numbers {f'{first} to {last}' if has_all else listed(numbers)}."
 
 
 def adapter_targets(start: TrainedAdapter, model: Any, source: ModelSource, lora: Lora) -> list[str]:
