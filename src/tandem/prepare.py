@@ -33,6 +33,7 @@ from tandem.paths import check_output
 from tandem.report.reporter import Reporter
 from tandem.storage.cache import published, read_manifest, write_manifest
 from tandem.terminal.commands import key_of, override, tandem_command, with_override
+from tandem.terminal.printable import counted
 from tandem.training.start.machine import check_machine, this_device
 from tandem.training.start.plan import suggested_batch_size
 from tandem.training.start.setup import Inputs, check_model, fit_to_machine, open_inputs
@@ -336,7 +337,7 @@ def show(preparation: Preparation, reporter: Reporter) -> None:
 
 
 def _show_packs(preparation: Preparation, reporter: Reporter) -> None:
-    training, batch = preparation.training, f"a batch of {preparation.pairs_per_batch} pairs in them"
+    training, batch = preparation.training, f"a batch of {counted(preparation.pairs_per_batch, 'pair')} in them"
     if preparation.packs:
         how = {
             "dataset": "training uses the packs of the training set",

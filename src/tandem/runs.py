@@ -26,7 +26,7 @@ from tandem.storage.cache import is_export
 from tandem.storage.ownership import lock_holder, step_in
 from tandem.terminal.arguments import in_command
 from tandem.terminal.commands import with_other_path
-from tandem.terminal.printable import escaped
+from tandem.terminal.printable import counted, escaped
 from tandem.training.checkpoint.ranking import Record, measured_on, records_in
 from tandem.training.run.directory import stored_config
 from tandem.training.run.failure import failure_of
@@ -109,7 +109,7 @@ class Run:
         steps = f"step {self.step:,}" + (f" of {self.num_steps:,}" if self.num_steps else "")
         results = [one.shown for one in self.results[:SHOWN_RESULTS]]
         more = [f"{len(self.results) - SHOWN_RESULTS} more sets"] if len(self.results) > SHOWN_RESULTS else []
-        problems = [f"{len(self.problems)} problems"] if self.problems else []
+        problems = [counted(len(self.problems), "problem")] if self.problems else []
         return escaped(f"<Run {self.path}: {', '.join([self.status, steps, *results, *more, *problems])}>")
 
     @property

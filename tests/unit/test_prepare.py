@@ -274,6 +274,16 @@ def test_notes_duplicates_and_rows_left_out_are_reported(prepare, here):
     ]
 
 
+def test_one_preference_and_one_prompt_are_printed_in_the_singular(prepare):
+    write("a.jsonl", pair("x"), pair("y"), pair("z"))
+    write("b.jsonl", pair("x"))
+    _, out, _ = prepare("data.train=a.jsonl", "data.validation_share=0.3", "policy.train_global_batch_size=1")
+    assert "  train: 2 of 3 preferences are trained on, the other 1 is held out; pairs and tokens are of those" in out
+    assert " and a batch of 1 pair in them" in " ".join(out.split())
+    _, out, err = prepare("data.train=a.jsonl", "data.validation=b.jsonl", "policy.train_global_batch_size=1")
+    assert "1 prompt of validation-default is in the training set too." in " ".join((out + err).split())
+
+
 def test_the_files_of_a_set_are_listed(prepare):
     for name in ("a", "b", "c", "ab"):
         write(f"{name}.jsonl", pair(name))

@@ -10,6 +10,7 @@ import typer
 
 from tandem.cli.app import LOADING_MESSAGE, app, expand_home_callback
 from tandem.errors import ConfigError
+from tandem.terminal.printable import counted
 
 if TYPE_CHECKING:
     from tandem.generation.generate import Generation, Named
@@ -165,7 +166,7 @@ def _generate(
     # Messages and the progress bar go to standard error, so that standard output holds only completions.
     reporter = Reporter("quiet" if quiet else "normal", as_json=True)
     if num_skipped:
-        reporter.warn(f"{num_skipped:,} rows of {prompts} have no usable prompt, and were skipped.")
+        reporter.warn(f"{counted(num_skipped, 'row')} of {prompts} without a usable prompt: skipped.")
     if settings.name != "http":
         reporter.say(LOADING_MESSAGE)
     export_checkpoints(models, reporter.say)

@@ -25,7 +25,7 @@ from tandem.data.read.sources import RowError, SourceRow, read_chunks, rows_of
 from tandem.embedded.files import VALIDATION
 from tandem.errors import ConfigError, DataError
 from tandem.generation.records import Prompt
-from tandem.terminal.printable import listed
+from tandem.terminal.printable import counted, listed
 
 TEXT_SUFFIXES = (".txt", ".text")
 KEYS = DatasetFields()
@@ -136,7 +136,7 @@ def _collect(rows: Iterable[SourceRow | RowError], source: str, own: OwnFormats)
         more = f"\n... and {len(errors) - SHOWN_ERRORS:,} more rows" if len(errors) > SHOWN_ERRORS else ""
         raise DataError("\n".join(map(str, errors[:SHOWN_ERRORS])) + more)
     if not prompts:
-        filtered = f"; {num_filtered} rows were skipped because they hold no usable prompt" if num_filtered else ""
+        filtered = f"; skipped {counted(num_filtered, 'row')} without a usable prompt" if num_filtered else ""
         raise DataError(
             f"{source}: no prompts{filtered}. Give a file with one prompt per line, or with rows that have a key prompt or "
             "messages."

@@ -75,7 +75,7 @@ def summary(generation: Generation, num_samples: int) -> str:
     if g.finishes:
         ended = ", ".join(f"{count:,} {_ending(reason)}" for reason, count in sorted(g.finishes.items(), reverse=True))
         new = "New c" if g.num_resumed else "C"
-        rate = f" {g.num_tokens:,} tokens in {g.seconds:.1f} s ({g.num_tokens / max(g.seconds, 1e-9):,.0f} tokens/s)."
+        rate = f" {counted(g.num_tokens, 'token')} in {g.seconds:.1f} s ({g.num_tokens / max(g.seconds, 1e-9):,.0f} tokens/s)."
         lines.append(f"{rate.strip() if g.num_tokens else f'{g.seconds:.1f} s.'} {new}ompletions: {ended}.")
     return "\n".join(lines)
 

@@ -129,7 +129,7 @@ def pairs(run: Run, charts: Sequence[Chart], verdicts: Sequence[StoredVerdict]) 
 def _split(split: str, found: Mapping[str, Any]) -> Markup:
     won, lost, num = (int(number_in(found, name) or 0) for name in ("won", "lost", "num_pairs"))
     tied = max(num - won - lost, 0)
-    where = f"{split}, step {found.get('step')}: {won:,} won, {tied:,} tied, {lost:,} lost of {num:,} pairs"
+    where = f"{split}, step {found.get('step')}: {won:,} won, {tied:,} tied, {lost:,} lost of {counted(num, 'pair')}"
     starts = {"won": (0, won), "tied": (won, tied), "lost": (won + tied, lost)}
     parts = [tag("rect", x=x, width=width, y=0, height=1, class_=name) for name, (x, width) in starts.items()]
     box = {"viewBox": f"0 0 {max(num, 1)} 1", "preserveAspectRatio": "none"}
@@ -184,7 +184,7 @@ def _pair(one: Mapping[str, Any], kind: str) -> Markup:
 
 def _answer_title(name: str, one: Mapping[str, Any], role: str) -> str:
     tokens, reward = number_in(one, f"tokens_{role}"), number_in(one, f"reward_{role}")
-    size = "" if tokens is None else f", {int(tokens):,} tokens"
+    size = "" if tokens is None else f", {counted(int(tokens), 'token')}"
     return f"{name}{size}{'' if reward is None else f', reward {number(reward, 3)}'}"
 
 
@@ -328,7 +328,9 @@ def _notes(one: Mapping[str, Any], run: Run) -> Markup:
     name = str(one.get("name"))
     items = [f"read as {one.get('format')}, {one.get('format_reason')}"]
     if held_out := number_in(one, "num_held_out"):
-        items.append(f"{int(held_out):,} preferences are held out; pairs, tokens and lengths are of those trained on")
+        items.append(
+            f"held out: {counted(int(held_out), 'preference')}; pairs, tokens and lengths are of those trained on"
+        )
     items += [f"skipped {count:,}: {reason}" for (split, reason), count in run.rejects.items() if split == name]
     noted = one.get("notes")
     items += (

@@ -6,6 +6,7 @@ from math import inf, sqrt
 from statistics import stdev
 
 from tandem.config.schema import Config
+from tandem.terminal.arguments import in_command, option
 from tandem.training.checkpoint.ranking import Record, measured_on
 
 NUM_PARTS = 4  # training is judged by the means of its quarters, because a single step has too few pairs
@@ -52,6 +53,13 @@ class History:
         Every pair is then a tie, so accuracy starts at one half.
         """
         return "kl_per_token" in self.last and self.config.reference.model is None
+
+    @property
+    def writes_pairs(self) -> str:
+        """The command, or in Python the call, that writes the set's pairs to a file, the smallest margins first."""
+        # Without DATA, the pairs of the validation sets are written.
+        given = [*(["RUN", "DATA"] if self.split == "train" else ["RUN"]), option("per_pair", metavar="FILE")]
+        return f"`tandem eval {' '.join(given)}`" if in_command() else f"tandem.evaluate({', '.join(given)})"
 
 
 def is_complete(record: Record) -> bool:

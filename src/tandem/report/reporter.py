@@ -19,7 +19,7 @@ from tandem.failpoints import fail_point
 from tandem.report.start_times import StartTimes
 from tandem.storage.ownership import open_own
 from tandem.terminal.console import SafeConsole, printing_above
-from tandem.terminal.printable import escaped, scrubbed, shortened
+from tandem.terminal.printable import counted, escaped, scrubbed, shortened
 from tandem.terminal.text import table, wrap
 from tandem.training.checkpoint.ranking import records_in
 
@@ -181,14 +181,14 @@ class Reporter:
         """Print a table of the sets, with notes and warnings. `rejects`: for each set, the file that lists its skipped rows."""
         holds_out = any(s.num_held_out for s in sets)
         held_out = ["held out"] if holds_out else []
-        counted = ["rows", "accepted", "bad", "filtered", *held_out, "pairs", "prompt tok", "compl. tok", "longest"]
+        numbered = ["rows", "accepted", "bad", "filtered", *held_out, "pairs", "prompt tok", "compl. tok", "longest"]
         rows = []
         for s in sets:
             left_out = [sum(s.counts.bad.values()), sum(s.counts.filtered.values())]
             left_out += [s.num_held_out] if holds_out else []
             numbers = [s.counts.rows, s.counts.accepted, *left_out, s.num_pairs, s.prompt_tokens, s.completion_tokens]
             rows.append([s.name, *(f"{n:,}" for n in [*numbers, s.longest]), f"{s.shared_saving:.0%}"])
-        self._table("Data", ["set", *counted, "sharing can save"], rows)
+        self._table("Data", ["set", *numbered, "sharing can save"], rows)
         for s in sets:
             how = "read as " if s.format != HELD_OUT else ""
             self.say(f"  {s.name}: {how}{s.format}, {s.format_reason}")
@@ -198,8 +198,8 @@ class Reporter:
             if s.num_held_out:
                 num_trained = s.counts.accepted - s.num_held_out
                 self.say(
-                    f"  {s.name}: {num_trained:,} of {s.counts.accepted:,} preferences are trained on, the other "
-                    f"{s.num_held_out:,} are held out; pairs and tokens are of those trained on"
+                    f"  {s.name}: {num_trained:,} of {s.counts.accepted:,} preferences {_are(num_trained)} trained on, the "
+                    f"other {s.num_held_out:,} {_are(s.num_held_out)} held out; pairs and tokens are of those trained on"
                 )
             skipped = s.counts.bad | s.counts.filtered
             for reason, count in skipped.items():
@@ -222,7 +222,8 @@ class Reporter:
                 if (s.ngram_overlap or 0) > MUCH_OVERLAP:
                     self.warn(f"much of {s.name} is in the training set too, so its loss says little about new text.")
                 if s.prompt_overlap:
-                    self.warn(f"{s.prompt_overlap} prompts of {s.name} are in the training set too.")
+                    shared = f"{counted(s.prompt_overlap, 'prompt')} of {s.name} {_are(s.prompt_overlap)}"
+                    self.warn(f"{shared} in the training set too.")
 
     def lengths(self, rows: dict[str, Lengths]) -> None:
         """Print a table of length statistics in tokens: mean, percentiles and longest."""
@@ -392,3 +393,7 @@ def _short(metric: str) -> str:
 
 def _number(value: float) -> str:
     return f"{round(value, 4) + 0.0:.4f}"  # + 0.0 turns -0.0 into 0.0
+
+
+def _are(num: int) -> str:
+    return "is" if num == 1 else "are"

@@ -7,6 +7,7 @@ import torch
 
 from tandem.config.losses import far_from_published
 from tandem.model.checks.positions import long_sequence_warnings
+from tandem.terminal.printable import counted
 from tandem.training.memory import filler_warning
 from tandem.training.start.setup import Setup
 
@@ -43,7 +44,7 @@ def short_run(setup: Setup) -> Iterator[str]:
     if asked is not None and setup.plan.num_steps < asked:
         has = "1 epoch has only" if epochs == 1 else f"{epochs} epochs have only"
         yield (
-            f"dpo.max_num_steps = {asked}, but {has} {setup.plan.num_steps} steps. Raise dpo.max_num_epochs for more."
+            f"dpo.max_num_steps = {asked}, but {has} {counted(setup.plan.num_steps, 'step')}. Raise dpo.max_num_epochs for more."
         )
     lr = setup.config.policy.optimizer.kwargs.lr
     if setup.plan.highest_rate > 1.01 * lr:
@@ -52,7 +53,7 @@ def short_run(setup: Setup) -> Iterator[str]:
             f"{lr:g}. In torch's schedulers, eta_min is a learning rate, not a fraction of lr."
         )
     if setup.plan.highest_rate < 0.99 * lr:
-        steps = "1 step" if setup.plan.num_steps == 1 else f"{setup.plan.num_steps} steps"
+        steps = counted(setup.plan.num_steps, "step")
         more = "a higher dpo.max_num_steps" if setup.plan.num_steps == asked else "more epochs (dpo.max_num_epochs)"
         yield (
             f"in {steps} the learning rate never rises above {setup.plan.highest_rate:g}, although it is set to {lr:g}. "

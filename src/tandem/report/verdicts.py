@@ -10,7 +10,7 @@ from math import ceil, hypot, isfinite, sqrt
 from tandem.config.losses import is_dpo, lowers_chosen, needs_scores, supports
 from tandem.config.schema import Config
 from tandem.report.history import LOSS_ERROR, History, is_complete, on_last_pairs, quarter_means
-from tandem.terminal.arguments import in_command, option
+from tandem.terminal.printable import counted
 from tandem.training.checkpoint.ranking import Record
 
 STANDARD_ERRORS = 2.0  # an accuracy that differs from the start by this many is significant
@@ -138,8 +138,8 @@ def _accuracy_flat(history: History) -> str | None:
     if (known := _start_and_threshold(history)) is None or _accuracy_changed(history):
         return None
     guess, num_pairs = known[0], last["num_pairs"]
-    enough, plural = sum(known), "s" if num_pairs > 1 else ""
-    flat = f"{last['accuracy']:.3f} on {num_pairs:,} pair{plural} is not significantly different from {guess:.3f}"
+    enough = sum(known)
+    flat = f"{last['accuracy']:.3f} on {counted(num_pairs, 'pair')} is not significantly different from {guess:.3f}"
     if enough > 1:
         return f"{TOO_FEW_PAIRS}: {flat}. Validate on more pairs."
     far = last.get("kl_per_token", 0.0) if history.starts_at_reference else 0.0
@@ -149,20 +149,12 @@ def _accuracy_flat(history: History) -> str | None:
         lowest = min(history.records, key=lambda record: record["loss"])
         longer = "Train longer or with a larger policy.optimizer.kwargs.lr"
         what = f"The loss has risen: {SMALLER_RATE}" if _has_risen(history, lowest) else longer
-        advice = f"{what}; if that does not help, read the pairs that {_writes_pairs(history)} lists first."
+        advice = f"{what}; if that does not help, read the pairs that {history.writes_pairs} lists first."
     needed = f"{enough:.3f}"
     if num_pairs < ENOUGH_PAIRS:  # their share of all pairs has few values
         needed = f"{ceil(enough * num_pairs)} of {num_pairs}"
         advice = f"With so few pairs, only large changes can be told from chance: validate on {ENOUGH_PAIRS} or more. {advice}"
     return f"accuracy is flat: {flat} ({needed} would be). {advice}"
-
-
-def _writes_pairs(history: History) -> str:
-    """Return the command, or in Python the call, that writes the pairs of a run, the smallest margins first."""
-    needs_data = history.split == "train"  # by default, those of the validation sets are written
-    if in_command():
-        return f"`tandem eval RUN {'DATA ' if needs_data else ''}{option('per_pair', metavar='FILE')}`"
-    return f"tandem.evaluate(RUN, {'DATA, ' if needs_data else ''}{option('per_pair', metavar='FILE')})"
 
 
 def _accuracy_reversed(history: History) -> str | None:
@@ -172,7 +164,7 @@ def _accuracy_reversed(history: History) -> str | None:
     guess = known[0]
     other_loss = "" if is_dpo(history.config.dpo.preference_loss) else " or dpo.preference_loss=dpo"
     return (
-        f"accuracy is worse than at the start: {last['accuracy']:.3f} on {last['num_pairs']:,} pairs, compared with "
+        f"accuracy is worse than at the start: {last['accuracy']:.3f} on {counted(last['num_pairs'], 'pair')}, compared with "
         f"{guess:.3f} before training. {_label_hint(history, guess)}{SMALLER_RATE}{other_loss}."
     )
 
@@ -354,7 +346,7 @@ def _warm_up(history: History) -> str | None:
 
 
 def _steps(history: History) -> str:
-    return "1 step" if history.num_steps == 1 else f"{history.num_steps} steps"
+    return counted(history.num_steps, "step")
 
 
 def _hardly_moved(history: History) -> str | None:

@@ -21,6 +21,7 @@ from tandem.model.recurrent.outlook import bytes_per_token
 from tandem.packing.batches import GlobalBatch
 from tandem.packing.packer import BLOCK, DATASET_PACK, Packer, in_blocks, prepared_lengths, tokens_of_pairs
 from tandem.storage.cache import GIB
+from tandem.terminal.printable import counted
 from tandem.training.adamw import state_bytes
 from tandem.training.offload import bytes_on_device
 
@@ -246,7 +247,7 @@ def describe_rows(packer: Packer, policy: PolicyConfig, usual: RowLength) -> str
         return f"{rows} (auto: {usual.reason})"
     if packer.length == in_blocks(longest):
         return f"{rows} (auto: the longest preference, with all its completions, has {longest:,})"
-    return f"{rows} (auto: batches of {policy.train_global_batch_size} pairs fill rows of this length)"
+    return f"{rows} (auto: batches of {counted(policy.train_global_batch_size, 'pair')} fill rows of this length)"
 
 
 def filler_warning(packer: Packer, policy: PolicyConfig) -> str | None:

@@ -21,6 +21,7 @@ from tandem.model.distributed.process_group import Ranks
 from tandem.model.transfer import PendingHostCopy, to_host
 from tandem.packing.layout import IntArray, Pack
 from tandem.terminal.arguments import same_call
+from tandem.terminal.printable import counted
 from tandem.training.terms import PackOutcome
 
 FloatArray = NDArray[np.float64]
@@ -182,9 +183,9 @@ def check_pairs(table: PairTable, preferences: IntArray, store: Preferences) -> 
     wrong = [*np.flatnonzero(covered < wanted * store.num_pairs), *owner[times > wanted[owner]]]
     first = f" The first is at {store.place(int(wrong[0]))}." if wrong else ""
     raise DefectError(
-        f"of the {num_wanted} pairs of this batch, {missing} were not computed, and {excess} were computed too often or are not "
-        f"in the batch.{first} This is a bug in tandem, not an error in the data or the configuration. Nothing was saved. "
-        f"Please report it with the run's config.yaml. {same_call().capitalize()} resumes from the newest checkpoint."
+        f"of the {counted(num_wanted, 'pair')} of this batch, {missing} were not computed, and {excess} were computed too often "
+        f"or are not in the batch.{first} This is a bug in tandem, not an error in the data or the configuration. Nothing was "
+        f"saved. Please report it with the run's config.yaml. {same_call().capitalize()} resumes from the newest checkpoint."
     )
 
 

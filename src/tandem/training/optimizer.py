@@ -21,6 +21,7 @@ from tandem.config.sections.scheduler import (
     WsdSchedule,
 )
 from tandem.errors import ConfigError
+from tandem.terminal.printable import counted
 from tandem.training.adamw import LocalAdamW, RoundedAdamW, Rule
 
 
@@ -119,17 +120,17 @@ def schedule_in_words(policy: PolicyConfig, num_steps: int) -> str:
         return "constant"
     if isinstance(given, NamedSchedule):
         warmup = _num_warmup_steps(given, num_steps)
-        parts = [f"warm-up from 0 over {warmup} of {num_steps} steps"] if warmup else []
+        parts = [f"warm-up from 0 over {warmup} of {counted(num_steps, 'step')}"] if warmup else []
         if not isinstance(given, ConstantSchedule):
             over = ""
             if isinstance(given, WsdSchedule):
                 parts.append("constant")
-                over = f" over the last {min(_num_steps_of(given.decay_ratio, num_steps), num_steps - warmup)} steps"
+                num_decaying = min(_num_steps_of(given.decay_ratio, num_steps), num_steps - warmup)
+                over = f" over the last {counted(num_decaying, 'step')}"
             parts.append(f"down to {given.min_lr_ratio:g} of the rate{over}")
             if isinstance(given, CosineSchedule) and given.constant_steps:
-                parts.append(
-                    f"constant over the last {min(given.constant_steps, max(0, num_steps - warmup - 1))} steps"
-                )
+                num_constant = min(given.constant_steps, max(0, num_steps - warmup - 1))
+                parts.append(f"constant over the last {counted(num_constant, 'step')}")
         return f"{given.name}: {', then '.join(parts)}" if parts else given.name
     schedulers = [item for item in (given if isinstance(given, list) else [given]) if isinstance(item, Scheduler)]
     milestones = [step for item in given if isinstance(item, Milestones) for step in item.milestones]

@@ -26,6 +26,7 @@ from tandem.report.translation import say_translation
 from tandem.storage.cache import write_atomically
 from tandem.storage.ownership import remove_abandoned
 from tandem.terminal.arguments import same_call
+from tandem.terminal.printable import counted
 from tandem.training.checkpoint.checkpoints import Progress, checkpoints, refuse_taken_names, step_of
 from tandem.training.memory import device_memory, out_of_memory_error, peak_memory_gib, suggest_less_memory
 from tandem.training.run.callbacks import Callbacks
@@ -98,7 +99,7 @@ def _train(
     refuse_different_ranks(ranks, lambda: derived(setup, run))
     extended_from = ranks.from_first(lambda: check_extension(run, setup, loaded) if finished and more else None)
     if finished and more and extended_from is None:
-        reporter.say(f"{run} is finished, with all of its {setup.plan.num_steps} steps: its model is in {run}/model.")
+        reporter.say(f"{run} is finished, after {counted(setup.plan.num_steps, 'step')}: its model is in {run}/model.")
         for text in unreached_limit(setup):
             reporter.warn(text)
         if per_pair is None:

@@ -18,6 +18,17 @@ def rows(path, *values):
     return path
 
 
+def test_one_skipped_row_is_counted_in_the_singular(tmp_path):
+    with pytest.raises(DataError) as refused:
+        prompts_from(
+            rows(
+                tmp_path / "p.jsonl",
+                {"chosen": "\n\nHuman: A?\n\nAssistant: a", "rejected": "\n\nHuman: B?\n\nAssistant: b"},
+            )
+        )
+    assert "no prompts; skipped 1 row without a usable prompt. " in str(refused.value)
+
+
 def test_a_text_file_has_a_prompt_per_line_and_blank_lines_are_skipped(tmp_path):
     file = tmp_path / "p.txt"
     file.write_text("Hi\r\n\n  \nHow far?\n", encoding="utf-8")

@@ -126,6 +126,14 @@ def test_the_highest_rate_is_known_however_long_the_warm_up_is():
             "{name: wsd, warmup_ratio: 0.2, decay_ratio: 0.3}",
             "wsd: warm-up from 0 over 2 of 10 steps, then constant, then down to 0 of the rate over the last 3 steps",
         ),
+        (
+            "{name: wsd, warmup_ratio: 0, decay_ratio: 0.1}",
+            "wsd: constant, then down to 0 of the rate over the last 1 step",
+        ),
+        (
+            "{name: cosine, constant_steps: 1}",
+            "cosine: down to 0 of the rate, then constant over the last 1 step",
+        ),
         ("null", "constant"),
         (
             "{name: torch.optim.lr_scheduler.CosineAnnealingLR, kwargs: {T_max: 10}}",

@@ -11,6 +11,7 @@ from tandem.data.store.token_store import TokenStore
 from tandem.data.text.tokens import TokenizedPreference
 from tandem.errors import DataError
 from tandem.storage.cache import fingerprint
+from tandem.terminal.printable import counted
 
 
 class Selection:
@@ -144,8 +145,8 @@ def hold_out(stores: Sequence[TokenStore], share: float, seed: int) -> NDArray[n
     if last == in_order[-1]:
         num_prompts = len(np.unique(digests))
         raise DataError(
-            f"data.validation_share = {share}: all {len(digests)} preferences ({num_prompts} different "
-            f"prompt{'' if num_prompts == 1 else 's'}) would be held out, and none left for training. Lower it, or set "
+            f"data.validation_share = {share}: all {counted(len(digests), 'preference')} "
+            f"({counted(num_prompts, 'different prompt')}) would be held out, and none left for training. Lower it, or set "
             "data.validation to a separate set."
         )
     return digests <= last

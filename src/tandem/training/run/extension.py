@@ -13,6 +13,7 @@ from tandem.config.load import LoadedConfig
 from tandem.errors import CheckpointError
 from tandem.storage.cache import read_json, replacing, sync_file, write_atomically
 from tandem.storage.ownership import free_path
+from tandem.terminal.printable import counted
 from tandem.training.checkpoint.checkpoints import checkpoints, step_of
 from tandem.training.checkpoint.parts import names_in
 from tandem.training.checkpoint.ranking import Ranking, records_in
@@ -98,7 +99,7 @@ def _refuse_to_stop_again(run: Path, setup: Setup, place: Path) -> None:
     )
     if (since := ranking.num_since_best()) >= patience:
         raise CheckpointError(
-            f"{run} stopped early, {since} validations after its best at step {ranking.best_step()}, and under "
+            f"{run} stopped early, {counted(since, 'validation')} after its best at step {ranking.best_step()}, and under "
             f"dpo.early_stopping_patience = {patience} it would stop again at once. To extend it, set "
             f"dpo.early_stopping_patience to null or to more than {since}."
         )

@@ -153,7 +153,7 @@ def _suggest_smaller_batch(batches: Batches, config: Config) -> str:
         longer = longer.model_copy(update={"dpo": more})
         steps = len(_pairs_per_step(replace(batches, batch_size=size), longer))
     epochs = f" dpo.max_num_epochs={longer.dpo.max_num_epochs}" if longer is not config else ""
-    return f"Set {mode}policy.train_global_batch_size={size}{epochs}, which gives {steps} steps."
+    return f"Set {mode}policy.train_global_batch_size={size}{epochs}, which gives {counted(steps, 'step')}."
 
 
 def _check_packs(batches: Batches, train: Packer) -> None:
