@@ -41,7 +41,11 @@ TYPES_WITH_SINKS = ("gpt_oss",)
 # Model types with a table of positions that is neither an embedding nor a buffer.
 TYPES_WITH_HIDDEN_TABLE = ("ctrl", "mpt")
 # Widths of experts that all tokens pass through.
-SHARED_EXPERT_SIZES = ("shared_expert_intermediate_size", "shared_intermediate_size")
+SHARED_EXPERT_SIZES = (
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+)
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Model types whose routers choose the experts with the highest logits, and return logits, weights and chosen experts. Others
 # have no load-balancing loss, as those that balance with a bias instead (DeepSeek-V3), or return something else.
@@ -148,7 +152,7 @@ def architecture_of(config: Any, model_class: Any = None) -> Architecture:
         window=max(windows, default=None),
         caps_scores=bool(getattr(text, "attn_logit_softcapping", None)),
         has_sinks=text.model_type in TYPES_WITH_SINKS,
-        has_experts=any(getattr(text, name, None) for name in NUMBERS_OF_EXPERTS),
+        has_experts=_has_experts(text),
         hides_positions=text.model_type in TYPES_WITH_HIDDEN_TABLE,
         random_settings=_random_settings(text),
     )
@@ -259,6 +263,17 @@ def router_class(architecture: Architecture) -> type[nn.Module] | None:
     return None if reported is None else reported.target_class
 
 
+def _has_experts(config: Any) -> bool:
+    """Whether some layers route tokens to experts. Nemotron-H has numbers of experts even if no layer has them."""
+    kinds = _feed_forward_layers(config)
+    return any(getattr(config, name, None) for name in NUMBERS_OF_EXPERTS) and (not kinds or "moe" in kinds)
+
+
+def _feed_forward_layers(config: Any) -> list[str]:
+    """Return the kinds of the layers that are only a feed-forward network. Most models have none."""
+    return [kind for kind in getattr(config, "layer_types", None) or [] if kind in WITHOUT_MIXING]
+
+
 def feed_forward_width(config: Any) -> float:
     """Return the width of the feed-forward networks that a token passes through in a layer, on average.
 
@@ -268,10 +283,12 @@ def feed_forward_width(config: Any) -> float:
     wide = sum(widths) / len(widths)
     chosen = getattr(config, "num_experts_per_tok", None)
     shared = next((size for name in SHARED_EXPERT_SIZES if (size := getattr(config, name, None))), 0)
-    if not chosen or not any(getattr(config, name, None) for name in NUMBERS_OF_EXPERTS):
-        return shared or wide
     one = getattr(config, "moe_intermediate_size", None) or wide
-    return chosen * one + (shared or (getattr(config, "n_shared_experts", None) or 0) * one)
+    with_experts = (chosen or 0) * one + (shared or (getattr(config, "n_shared_experts", None) or 0) * one)
+    if kinds := _feed_forward_layers(config):  # the other layers have none
+        of_kind = {"mlp": wide, "moe": with_experts}
+        return sum(of_kind[kind] for kind in kinds) / config.num_hidden_layers
+    return with_experts if chosen and _has_experts(config) else shared or wide
 
 
 def windows_of(model: Any) -> set[int | None]:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,9 +11,11 @@ from tandem.config.load import LoadedConfig
 from tandem.data.store.sets import ProgressBar, no_bar
 from tandem.errors import ConfigError
 from tandem.exporting.cached import export_named_checkpoints
+from tandem.model.architecture import is_multimodal
 from tandem.model.distributed.layer_sizes import layers_of
 from tandem.model.distributed.layers import check_layers
 from tandem.model.load import empty_model
+from tandem.model.lora.layers import LoraPlan
 from tandem.planning.cards import check_price
 from tandem.planning.estimate import Outline, Target, find_target, outline, speed_of_one_gpu
 from tandem.planning.gpus import NO_OPTIONS, GpuOptions, planned_mesh
@@ -79,7 +82,13 @@ def plan(
         suggestions=suggestions,
         host=found.host if config.policy.optimizer.offload else None,
         several=several,
+        notes=_notes(inputs.source.config, lora),
     )
+
+
+def _notes(config: Any, lora: LoraPlan | None) -> tuple[str, ...]:
+    part = [f"multimodal ({config.model_type}): only its text model is trained"] if is_multimodal(config) else []
+    return (*part, *(f"no adapters on {one}" for one in (lora.left_out if lora else ())))
 
 
 def _with_all_gpus(target: Target, loaded: LoadedConfig, options: GpuOptions) -> Target:

@@ -140,6 +140,7 @@ class RunEstimate:
     suggestions: tuple[Suggestion, ...]
     host: HostNeed | None = None  # the memory of each machine for optimizer states; None: they are on the GPU
     several: SeveralGpus | None = None  # None: one GPU
+    notes: tuple[str, ...] = ()  # parts of the model that are not trained, or get no adapters, in words
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything, with totals, as JSON can hold it."""

@@ -49,7 +49,7 @@ def _what(found: RunEstimate) -> list[tuple[str, str]]:
         f"{where}, {gib(found.memory.available)} GiB{computed}" if several is None else _ranks(found, where, computed)
     )
     return [
-        ("model", f"{found.model}: {_count(found.num_weights)} weights, {trained}"),
+        ("model", "; ".join([f"{found.model}: {_count(found.num_weights)} weights, {trained}", *found.notes])),
         ("planned for", planned),
         *([] if several is None else [("mesh", f"{several.mesh.num_ranks} ranks: {several.mesh}")]),
         (

@@ -67,7 +67,7 @@ def describe_choices(setup: Setup) -> list[tuple[str, str]]:
     sets = config.data.training_sets
     weights = ", ".join(f"{s.data_path} {s.weight:g}" for s in sets) if any(s.weight != 1 for s in sets) else ""
     return [
-        ("model", _name_and_folder(config.policy.model_name, setup.source.folder)),
+        ("model", _name_and_folder(config.policy.model_name, setup.source.folder) + _trained_part(setup)),
         ("text", _text_in_words(setup.template)),
         *describe_sets(setup.plan.sets, config),
         *columns_in_words(setup.plan.sets, setup.config.dpo.preference_loss),
@@ -97,6 +97,11 @@ def describe_choices(setup: Setup) -> list[tuple[str, str]]:
         ("reference", f"{config.reference.mode}, {_reference(setup)}" if setup.uses_reference else "none"),
         ("dropout", _dropout(setup)),
     ]
+
+
+def _trained_part(setup: Setup) -> str:
+    kind = setup.source.config.model_type
+    return f"; multimodal ({kind}): only its text model is trained" if is_multimodal(setup.source.config) else ""
 
 
 def describe_sets(sets: Sets, config: Config) -> list[tuple[str, str]]:

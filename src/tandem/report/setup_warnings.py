@@ -18,6 +18,7 @@ def setup_warnings(setup: Setup) -> Iterator[str]:
         yield filler
     yield from lost_updates(setup)
     yield from slow_arithmetic(setup)
+    yield from low_rate_of_adapters(setup)
     yield from short_run(setup)
     yield from unusual_settings(setup)
 
@@ -36,6 +37,18 @@ def slow_arithmetic(setup: Setup) -> Iterator[str]:
         yield (
             "policy.precision = bfloat16: this CPU has no bfloat16 arithmetic, so torch takes many times as long as in float32. "
             "policy.precision=float32 is faster here."
+        )
+
+
+def low_rate_of_adapters(setup: Setup) -> Iterator[str]:
+    rate, default = (
+        setup.config.policy.optimizer.kwargs.lr,
+        type(setup.config.policy.optimizer.kwargs).model_fields["lr"].default,
+    )
+    if setup.lora is not None and rate == default:
+        yield (
+            f"policy.optimizer.kwargs.lr = {rate:g} is the default, which is meant for training all weights. Adapters usually "
+            "take 10 to 100 times as much (docs/lora.md)."
         )
 
 

@@ -298,7 +298,10 @@ def test_a_path_that_is_given_is_taken(asked):
 def test_a_set_without_a_path_that_no_name_tells_is_refused(asked, overrides, where):
     with pytest.raises(ConfigError) as caught:
         opened(*overrides)
-    assert str(caught.value) == f"{where} has no data_path. Set it, or set data.default.data_path."
+    assert (
+        str(caught.value)
+        == f"{where} has no data_path. Set it (embedded: the bundled pairs), or set data.default.data_path."
+    )
 
 
 # Progress

@@ -91,12 +91,34 @@ def test_special_cases_of_model_types():
         ),
         # and two shared experts of 30
         ("deepseek_v3", {"moe_intermediate_size": 30, "num_experts_per_tok": 4, "n_shared_experts": 2}, 180),
+        # Of six layers, two are feed-forward networks, and two are experts, of which one is shared.
+        (
+            "nemotron_h",
+            {
+                "layers_block_type": ["mamba", "mlp", "attention", "moe", "mlp", "moe"],
+                "intermediate_size": 100,
+                "n_routed_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 30,
+                "moe_shared_expert_intermediate_size": 140,
+            },
+            100,
+        ),
         # Granite 4 without experts
         ("granitemoehybrid", {"intermediate_size": 10, "num_local_experts": 0, "shared_intermediate_size": 100}, 100),
     ],
 )
 def test_a_token_passes_through_the_experts_it_is_sent_to(model_type, sizes, width):
     assert feed_forward_width(AutoConfig.for_model(model_type, **sizes)) == width
+
+
+def test_a_model_without_a_layer_of_experts_has_none_even_if_it_says_how_many():
+    kinds = ["mamba", "mlp", "attention", "mlp"]
+    config = AutoConfig.for_model("nemotron_h", layers_block_type=kinds, intermediate_size=100, n_routed_experts=8)
+    assert not architecture_of(config).has_experts
+    assert feed_forward_width(config) == 50
+    with_experts = AutoConfig.for_model("nemotron_h", layers_block_type=[*kinds, "moe"], n_routed_experts=8)
+    assert architecture_of(with_experts).has_experts
 
 
 def test_a_margin_of_the_router_of_phimoe_is_not_random():

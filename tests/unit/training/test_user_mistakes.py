@@ -92,6 +92,19 @@ def test_a_run_as_long_as_its_warm_up_is_not_warned_of(tmp_path):
     assert list(setup_warnings.short_run(setup)) == []
 
 
+@pytest.mark.parametrize(
+    ("lora", "rate", "warned"), [("true", "5e-6", True), ("true", "1e-4", False), ("false", "5e-6", False)]
+)
+def test_adapters_with_the_learning_rate_for_all_weights_are_warned_of(lora, rate, warned):
+    given = [f"policy.lora.enabled={lora}", f"policy.optimizer.kwargs.lr={rate}"]
+    setup = trainer.set_up(load_config(None, given).config, torch.device("cpu"))
+    low = (
+        "policy.optimizer.kwargs.lr = 5e-06 is the default, which is meant for training all weights. Adapters usually take 10 to "
+        "100 times as much (docs/lora.md)."
+    )
+    assert (low in list(setup_warnings.setup_warnings(setup))) == warned
+
+
 @pytest.mark.parametrize("weights", ["bfloat16_stochastic", "bfloat16_nearest"])
 def test_bfloat16_weights_with_float32_computation_are_refused(weights):
     with pytest.raises(ConfigError) as refused:

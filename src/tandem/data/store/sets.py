@@ -269,7 +269,9 @@ def _with_path(given: DatasetFields, split: str) -> DatasetFields:
         return given
     if given.dataset_name not in PUBLISHED_SETS:
         where = "data.train" if split.startswith("train") else f"validation set {split.removeprefix('validation-')}"
-        raise ConfigError(f"{where} has no data_path. Set it, or set data.default.data_path.")
+        raise ConfigError(
+            f"{where} has no data_path. Set it (embedded: the bundled pairs), or set data.default.data_path."
+        )
     published: dict[str, Any] = PUBLISHED_SETS[given.dataset_name]
     return given.model_copy(update={**published, **({"subset": given.subset} if given.subset else {})})
 
