@@ -78,7 +78,8 @@ def measure(way: str, o: argparse.Namespace) -> None:
     ends, reports = zip(*bench.steps(o.steps), strict=True)
     seconds, done = ends[-1] - ends[WARM_UP - 1], reports[WARM_UP:]
     config = bench.policy.model.config.get_text_config()
-    how = describe_recurrent_layers(config, bench.device, "bfloat16" if cuda else "float32")
+    given = {"shares_prompts": bench.config.policy.packing.share_prompts}
+    how = describe_recurrent_layers(config, bench.device, "bfloat16" if cuda else "float32", **given)
     result = {
         "benchmark": "hybrids",
         "way": way,
