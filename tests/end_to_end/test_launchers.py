@@ -183,6 +183,19 @@ def test_torchrun_trains_the_same_model_and_prints_the_same(local, tmp_path):
     assert layout(tmp_path) == layout(folder)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [("cluster.gpus_per_node=3", "cluster.gpus_per_node = 3, but"), ("data.train=[no.jsonl]", "no.jsonl: no")],
+)
+def test_an_error_that_all_ranks_find_is_printed_once_under_torchrun(tmp_path, wrong, error):
+    command = [*TORCHRUN, "--nproc-per-node", "2", "--master-port", str(free_port()), "--no-python", *TANDEM, "train"]
+    process = start_program(tmp_path, [*command, wrong])
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 1  # torchrun's own
+    assert err.count(f"tandem: error: {error}") == err.count("tandem: ") == 1
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.slow
 def test_two_agents_as_in_kubernetes_train_the_same_model_after_one_was_stopped_and_one_killed(local, tmp_path):

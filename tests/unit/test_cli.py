@@ -16,7 +16,7 @@ from letters import letter_tokenizer
 from tandem import __version__
 from tandem.cli import main as cli
 from tandem.config.load import load_config
-from tandem.errors import AuditError, DiskError, OutOfMemoryError, TandemError
+from tandem.errors import AlreadyReportedError, AuditError, DiskError, OutOfMemoryError, TandemError
 
 NO_RUN = "it has no config.yaml, so it is not a run"
 NO_FILE = "no such file or folder, and not the name of a hub dataset (org/name)."
@@ -461,6 +461,32 @@ def test_a_full_disk_speaks_of_checkpoints_only_where_a_command_trains(monkeypat
         "",
         f"tandem: error: the disk is full: [Errno 28] No space left on device: 'x'. {kept}Free some space and run the command "
         "again.\n",
+    )
+
+
+@pytest.mark.parametrize(("launcher", "waits"), [({"TORCHELASTIC_RUN_ID": "1"}, [cli.REPORT_SECONDS]), ({}, [])])
+def test_a_silent_rank_of_torchrun_lets_the_rank_that_reports_end_first(monkeypatch, capsys, launcher, waits):
+    """torchrun stops all ranks as soon as one has ended."""
+
+    def fails(**_):
+        raise AlreadyReportedError(3)
+
+    waited: list[float] = []
+    monkeypatch.setattr(cli, "app", fails)
+    monkeypatch.setattr(cli.time, "sleep", waited.append)
+    monkeypatch.setattr(cli, "_exit", sys.exit)
+    for name, value in ({"WORLD_SIZE": "2", "RANK": "1"} | launcher).items():
+        monkeypatch.setenv(name, value)
+    assert run_here(monkeypatch, capsys, "train") == (3, "", "")
+    assert waited == waits
+
+
+def test_a_mesh_for_another_number_of_ranks_is_refused_once_before_heavy_imports():
+    ended = tandem("train", "cluster.gpus_per_node=2", "policy.parallel.shard=3")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == (
+        "tandem: error: policy.parallel: replicate 1 x shard 3 x context 1 needs 3 ranks, and this run has 2. Change "
+        "policy.parallel, or start another number of ranks.\nimported: \n"
     )
 
 

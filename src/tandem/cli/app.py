@@ -152,11 +152,6 @@ def with_bar(what: str, reporter: "Reporter") -> Callable[[list[Path]], Iterator
     return each
 
 
-def is_distributed() -> bool:
-    """Whether this process is one of several ranks that a launcher started."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
 @contextmanager
 def reported_once_per_machine() -> Iterator[None]:
     """Inside this context, let local rank 0 of each machine report an error that every rank raises. Other ranks exit silently."""

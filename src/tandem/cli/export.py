@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tandem.cli.app import LOADING_MESSAGE, AllowCode, AllowEnv, app, expand_home_callback, is_distributed
+from tandem.cli.app import LOADING_MESSAGE, AllowCode, AllowEnv, app, expand_home_callback
 from tandem.errors import ConfigError
+from tandem.rank_variables import is_distributed
 
 if TYPE_CHECKING:
     from tandem.exporting.checkpoint import Exported

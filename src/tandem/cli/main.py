@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+import time
 
 # Importing a module registers its command with the application.
 from tandem.cli import (  # noqa: F401
@@ -23,7 +24,7 @@ from tandem.cli import (  # noqa: F401
     train,
     watch,
 )
-from tandem.cli.app import Interrupted, app, is_distributed
+from tandem.cli.app import Interrupted, app
 from tandem.errors import (
     LOST_RANK_EXIT_CODE,
     AlreadyReportedError,
@@ -36,8 +37,11 @@ from tandem.errors import (
 )
 from tandem.isolation import LAUNCHER, isolated
 from tandem.launch.srun import is_in_step
+from tandem.rank_variables import is_distributed
 from tandem.storage.compile_cache import kept_compile_caches
 from tandem.terminal.streams import print_error, print_traceback, watched_streams
+
+REPORT_SECONDS = 10  # longer than a rank needs to report an error that all of them find
 
 
 def main() -> None:
@@ -62,6 +66,7 @@ def _run_command() -> None:
         print(f"tandem: {error}", file=sys.stderr)
         _exit(error.exit_code)
     except AlreadyReportedError as error:
+        _let_another_rank_report()
         _exit(error.exit_code)
     except TandemError as error:
         _fail(error, of_rank="" if os.environ.get("RANK", "0") == "0" else f"{_own_rank()}: ")
@@ -90,9 +95,18 @@ def _run_command() -> None:
         raise
 
 
+def _let_another_rank_report() -> None:
+    """Under torchrun, wait until it ends this process: the first rank that ends makes torchrun stop the others.
+
+    It would stop the rank that reports the error before that rank has printed it.
+    """
+    if is_distributed() and "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(REPORT_SECONDS)
+
+
 def _is_other_rank() -> bool:
-    """Whether this is a rank after the first, and tandem sends signals to all of them: then the first one reports."""
-    return os.environ.get(LAUNCHER) in ("local", "ray") and os.environ.get("RANK", "0") != "0"
+    """Whether this is a rank after the first. tandem and torchrun send signals to all of them, and the first one reports."""
+    return os.environ.get("RANK", "0") != "0"
 
 
 def _lost_rank() -> str:

@@ -15,11 +15,11 @@ from tandem.cli.app import (
     Overrides,
     app,
     expand_home_callback,
-    is_distributed,
     reported_once_per_machine,
     with_option,
 )
 from tandem.errors import ConfigError
+from tandem.rank_variables import check_rank_variables, is_distributed
 
 if TYPE_CHECKING:
     from tandem.config.load import LoadedConfig
@@ -78,6 +78,7 @@ def prepare(
     from tandem.launch.srun import adopt_srun_variables
 
     adopt_srun_variables()
+    check_rank_variables()
     is_first = os.environ.get("RANK", "0") == "0"
     verbosity: Verbosity = "silent" if not is_first else "quiet" if quiet or as_json else "normal"
     with reported_once_per_machine():

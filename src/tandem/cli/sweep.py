@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tandem.cli.app import AllowCode, AllowEnv, ConfigFile, FromFormat, app, expand_home_callback, is_distributed
+from tandem.cli.app import AllowCode, AllowEnv, ConfigFile, FromFormat, app, expand_home_callback
 from tandem.errors import CheckpointError, ConfigError, DataError, NonFiniteError, TandemError
+from tandem.rank_variables import is_distributed
 
 if TYPE_CHECKING:
     from tandem.sweeping.records import SweepResult

@@ -18,11 +18,11 @@ from tandem.cli.app import (
     Overrides,
     app,
     expand_home_callback,
-    is_distributed,
     reported_once_per_machine,
     with_option,
 )
 from tandem.errors import ConfigError
+from tandem.rank_variables import check_rank_variables, is_distributed
 from tandem.terminal.commands import override
 from tandem.terminal.streams import continue_without_reader
 
@@ -69,10 +69,12 @@ def train(
     from tandem.launch.choose import choose_launcher, num_local_ranks, started_by
     from tandem.launch.local import train_on_ranks
     from tandem.launch.srun import adopt_srun_variables
+    from tandem.model.distributed.mesh import mesh_shape
     from tandem.model.files.read_ahead import reading_ahead
     from tandem.paths import check_resumed, check_run
 
     adopt_srun_variables()
+    check_rank_variables()
     continue_without_reader("tandem: standard output was closed. The run continues without it.")
     if resume is not None:
         if config is not None or fresh:
@@ -84,17 +86,18 @@ def train(
         loaded = load_config(config, overrides or [], allow_env or [], allow_code=allow_code, from_format=from_format)
         require_training_set(loaded.config)
         launcher = choose_launcher(loaded.config.cluster)
+        num_ranks = num_local_ranks(loaded) if launcher == "local" else int(os.environ.get("WORLD_SIZE", "1"))
+        if launcher != "ray":  # whose cluster decides
+            mesh_shape(loaded.config.policy.parallel, num_ranks)
         # Another trainer's batch size may be that of one rank. Only the ranks can compare it with that of a run to resume.
-        ranks_check = loaded.translation is not None and (
-            launcher == "ray" or (launcher == "local" and num_local_ranks(loaded) > 1)
-        )
+        ranks_check = loaded.translation is not None and (launcher == "ray" or (launcher == "local" and num_ranks > 1))
         if not ranks_check:
             check_run(loaded, fresh=fresh, per_pair=per_pair_file)
     silent = quiet or (as_json and not verbose)
     is_first = os.environ.get("RANK", "0") == "0" and started_by() not in ("local", "ray")  # who has printed it already
     if not silent and is_first:
         print(LOADING_MESSAGE, flush=True, file=sys.stderr if as_json else sys.stdout)
-    if launcher == "local" and (num_ranks := num_local_ranks(loaded)) > 1:
+    if launcher == "local" and num_ranks > 1:
         train_on_ranks(context.meta[ARGUMENTS], num_ranks)
         return
     if launcher == "ray":

@@ -17,6 +17,7 @@ from tandem.terminal.commands import install_command
 
 OWN_PROCESSES = ("local", "ray", "sweep")  # started by tandem, which has checked the configuration
 GPUS_KEY = "cluster.gpus_per_node"
+RANKS_WITHOUT_GPUS = 16  # or as many as the machine has cores
 SHARE_GPU = "TANDEM_SHARE_GPU"  # for tests: all ranks use the same GPU
 GPU_DEVICES = ("nvidia[0-9]*", "dxg", "kfd")  # files in /dev: NVIDIA's, NVIDIA's under WSL, AMD's
 PROGRAMS = {"torchrun": "torchrun", "slurm": "srun"}
@@ -119,6 +120,12 @@ def num_local_ranks(loaded: LoadedConfig) -> int:
     wanted, found = loaded.config.cluster.gpus_per_node, _num_gpus()
     if wanted == "all" or (found == 0 and is_number_of_another_trainer(loaded)):
         return max(1, found)
+    most = max(RANKS_WITHOUT_GPUS, os.cpu_count() or 1)
+    if found == 0 and wanted > most:
+        raise MachineError(
+            f"cluster.gpus_per_node = {wanted}: this machine has no GPU, and would start as many processes on its CPU. Set at "
+            f"most {most}, or leave it out for one."
+        )
     if 0 < found < wanted and os.environ.get(SHARE_GPU) != "1":
         raise MachineError(
             f"cluster.gpus_per_node = {wanted}, but this machine has {found} GPU{'' if found == 1 else 's'}. Set "

@@ -195,6 +195,20 @@ def test_more_ranks_than_gpus_are_refused(given, monkeypatch):
     )
 
 
+def test_a_machine_without_gpus_does_not_start_hundreds_of_processes(given, monkeypatch):
+    monkeypatch.setattr(choose, "_num_gpus", lambda: 0)
+    monkeypatch.setattr(choose.os, "cpu_count", lambda: 2)
+    assert num_local_ranks(given({}, "cluster.gpus_per_node=16")) == 16
+    with pytest.raises(MachineError) as refused:
+        num_local_ranks(given({}, "cluster.gpus_per_node=17"))
+    assert str(refused.value) == (
+        "cluster.gpus_per_node = 17: this machine has no GPU, and would start as many processes on its CPU. Set at most 16, or "
+        "leave it out for one."
+    )
+    monkeypatch.setattr(choose.os, "cpu_count", lambda: 64)
+    assert num_local_ranks(given({}, "cluster.gpus_per_node=64")) == 64
+
+
 @pytest.mark.parametrize(
     ("gpus", "overrides", "expected"), [(0, [], 1), (0, ["cluster.gpus_per_node=2"], 2), (8, [], 8)]
 )

@@ -9,7 +9,7 @@ import pytest
 from listening import listening
 
 from tandem.errors import MachineError
-from tandem.model.distributed.process_group import loopback_store, stay_on_loopback
+from tandem.model.distributed.process_group import _first_rank_listens, loopback_store, stay_on_loopback
 
 NAMES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
@@ -96,3 +96,15 @@ def test_a_port_in_use_is_refused_with_advice(given):
         f"MASTER_ADDR = 127.0.0.1, MASTER_PORT = {port}: the first rank cannot listen there (Address already in use). "
         "Choose another port."
     )
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "no.such.host.invalid"])
+def test_a_rank_waits_for_the_first_one_only_as_long_as_configured(given, address):
+    given(RANK="1", WORLD_SIZE="2", MASTER_ADDR=address, MASTER_PORT=str(free_port()))
+    assert not _first_rank_listens(0.5)
+
+
+def test_a_rank_continues_once_the_first_one_listens(given):
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        given(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.getsockname()[1]))
+        assert _first_rank_listens(30)

@@ -3,6 +3,7 @@
 import ipaddress
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -19,9 +20,11 @@ from tandem.isolation import GPU_INDEX, STORE_FD
 from tandem.model.distributed import shared_gpu
 from tandem.model.distributed.mesh import SINGLE_RANK_MESH, MeshShape, mesh_shape
 from tandem.model.distributed.presence import end_signs, is_served_by_launcher, note_wait, start_signs
+from tandem.rank_variables import check_rank_variables, is_distributed
 
 T = TypeVar("T")
 
+POLL_SECONDS = 0.2
 LOOPBACK_INTERFACES = ("lo", "lo0")  # on Linux; on macOS
 
 
@@ -200,6 +203,7 @@ def join_process_group(parallel: Parallel = DEFAULT_PARALLEL, *, uses_gpus: bool
 
     `uses_gpus`: use one GPU per rank, if this machine has any.
     """
+    check_rank_variables()
     shape = mesh_shape(parallel, int(os.environ.get("WORLD_SIZE", 1)))
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cpu")
@@ -217,6 +221,8 @@ def join_process_group(parallel: Parallel = DEFAULT_PARALLEL, *, uses_gpus: bool
         backend = shared_gpu.register() if uses_gpus and shared_gpu.is_shared() else backend
         stay_on_loopback()
         timeout = timedelta(seconds=parallel.timeout_seconds)
+        if not _first_rank_listens(parallel.timeout_seconds):
+            raise _not_started(parallel.timeout_seconds)
         try:
             _init_process_group(backend, timeout)
         except RuntimeError as error:
@@ -226,6 +232,23 @@ def join_process_group(parallel: Parallel = DEFAULT_PARALLEL, *, uses_gpus: bool
         start_signs(dist.get_rank(), dist.get_world_size())
     ranks = make_ranks(device, shape, is_first_here=local == 0)
     return replace(ranks, timeout=timedelta(seconds=parallel.timeout_seconds))
+
+
+def _first_rank_listens(seconds: float) -> bool:
+    """Wait until the store of the first rank accepts connections. Return whether it does within this time.
+
+    torch would wait as well, but print C++ stack traces when it gives up, and take longer for an unknown host.
+    """
+    if not is_distributed() or os.environ["RANK"] == "0" or is_served_by_launcher():
+        return True
+    place, end = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        try:
+            socket.create_connection(place, timeout=left).close()
+            return True
+        except OSError:
+            time.sleep(POLL_SECONDS)
+    return False
 
 
 def _init_process_group(backend: str, timeout: timedelta) -> None:
