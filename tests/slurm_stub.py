@@ -2,8 +2,8 @@
 
 `install(folder)` writes them as programs. sbatch runs the job before it returns, and again if the job asks to be requeued.
 srun writes the arguments and the exit code of every task to srun.jsonl. If SIGNAL_WHEN names a path, it sends the signal of
-#SBATCH --signal to all tasks as soon as the path exists, once. If CANCEL_WHEN names a path, it does the same as scancel then: it
-sends SIGTERM to the tasks and to the batch script.
+#SBATCH --signal to all tasks as soon as the path exists, once. If PREEMPT_WHEN names a path, it sends them SIGTERM then. If
+CANCEL_WHEN names a path, it does the same as scancel then: it sends SIGTERM to the tasks and to the batch script.
 """
 
 import json
@@ -92,18 +92,17 @@ def _first_word(arguments: list[str]) -> int:
 
 
 def _wait(tasks: list[subprocess.Popen[bytes]]) -> list[int]:
-    when, done = os.environ.get("SIGNAL_WHEN", ""), Path("signalled")
-    cancel_when = os.environ.get("CANCEL_WHEN", "")
+    done, of_limit = Path("signalled"), os.environ["STUB_SIGNAL"].partition("@")[0]
+    names = {"CANCEL_WHEN": "TERM", "PREEMPT_WHEN": "TERM", "SIGNAL_WHEN": of_limit}
     while any(task.poll() is None for task in tasks):
-        if cancel_when and Path(cancel_when).exists() and not done.exists():
-            done.touch()
-            os.kill(os.getppid(), signal.SIGTERM)  # bash, which runs the script
-            for task in tasks:
-                task.send_signal(signal.SIGTERM)
-        if when and Path(when).exists() and not done.exists():
-            done.touch()
-            for task in tasks:
-                task.send_signal(getattr(signal, "SIG" + os.environ["STUB_SIGNAL"].partition("@")[0]))
+        for variable, name in names.items():
+            when = os.environ.get(variable, "")
+            if when and Path(when).exists() and not done.exists():
+                done.touch()
+                if variable == "CANCEL_WHEN":
+                    os.kill(os.getppid(), signal.SIGTERM)  # bash, which runs the script
+                for task in tasks:
+                    task.send_signal(getattr(signal, "SIG" + name))
         time.sleep(0.05)
     return [task.returncode for task in tasks]
 

@@ -52,11 +52,13 @@ def slurm(
     Each node has cluster.gpus_per_node GPUs.
     """
     from tandem.config.load import load_config, require_training_set
-    from tandem.launch.slurm_script import SlurmOptions, batch_script, check_arguments, parse_extra
+    from tandem.launch.slurm_script import SlurmOptions, batch_script, check_arguments, check_job_name, parse_extra
     from tandem.paths import check_paths, check_run
     from tandem.sweeping.plan import Reading
 
     check_arguments(overrides or [])
+    check_job_name(job_name)
+    extra = parse_extra(sbatch or [])
     loaded = load_config(config, overrides or [], allow_env or (), allow_code=allow_code, from_format=from_format)
     require_training_set(loaded.config)
     options = SlurmOptions(
@@ -64,7 +66,7 @@ def slurm(
         time=time,
         partition=partition,
         account=account,
-        extra=parse_extra(sbatch or []),
+        extra=extra,
     )
     reading = Reading(tuple(allow_env or ()), allow_code, from_format)
     file = [] if config is None else ["--config", config]
@@ -87,14 +89,15 @@ def _after_options(overrides: list[str]) -> list[str]:
 
 
 def _write(place: Path, script: str) -> None:
-    """Write the script. Raise ConfigError if the file exists and is not a script of tandem."""
+    """Write the script. Raise ConfigError if its folder does not exist, or if the file exists and is not a script of tandem."""
     from tandem.launch.slurm_script import MARK
     from tandem.storage.cache import replacing
 
     try:
         if place.exists() and MARK not in place.read_text(encoding="utf-8", errors="replace"):
             raise ConfigError(f"--out {place}: it exists, and tandem did not write it. Choose another file.")
-        place.parent.mkdir(parents=True, exist_ok=True)
+        if not place.parent.exists():
+            raise ConfigError(f"--out {place}: there is no folder {place.parent}. Create it first.")
         with replacing(place) as file:
             file.write(script)
     except OSError as error:

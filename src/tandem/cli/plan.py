@@ -22,10 +22,10 @@ def plan_run(
     ] = None,
     gpus: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Plan for this many GPUs in each machine. Default: cluster.gpus_per_node."),
+        typer.Option(metavar="N", help="Plan for this many GPUs in each machine, in place of cluster.gpus_per_node."),
     ] = None,
     machines: Annotated[
-        int | None, typer.Option(metavar="N", help="Plan for this many machines. Default: cluster.num_nodes.")
+        int | None, typer.Option(metavar="N", help="Plan for this many machines, in place of cluster.num_nodes.")
     ] = None,
     link: Annotated[
         float | None,

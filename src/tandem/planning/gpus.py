@@ -8,13 +8,14 @@ from tandem.config.schema import Config
 from tandem.errors import ConfigError
 from tandem.launch.choose import is_number_of_another_trainer
 from tandem.model.distributed.mesh import MeshShape, mesh_shape
-from tandem.planning.cards import Card, card_names, data_sheet_link
+from tandem.planning.cards import Card, data_sheet_link
 
 GB = 1e9
 # What is assumed to be reached of the bandwidths of data sheets: inside a machine, and of a network.
 REACHED_SHARE, BETWEEN_SHARE = 2 / 3, 1 / 2
 # Network cards in GB/s each way: one of 400 Gb/s for each GPU with NVLink, otherwise one of 100 Gb/s for a machine.
 NETWORK_PER_GPU, NETWORK_PER_MACHINE = 50.0, 12.5
+MAX_GPUS = 16384  # a plan distributes batches over all ranks, and its time grows with their number
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +60,11 @@ class GpuOptions:
     def count(self, loaded: LoadedConfig, found: int | None) -> GpuCount:
         """Return the number of GPUs to plan for. Raise ConfigError if it is not known, or if another option has no effect.
 
-        `found`: the number of GPUs of this machine if the run is planned for it; None: it is planned for a named card.
+        `found`: the number of GPUs of this machine if the run is planned for it; None: it is planned for a named card. On a
+        machine without GPUs, the number is that of ranks on its CPU, as in training.
         """
         cluster = loaded.config.cluster
         machines = self.machines or cluster.num_nodes
-        if self.gpus is not None and found == 0:
-            raise ConfigError(
-                f"--gpus {self.gpus}: this machine has no GPU to plan for. Name a card with --gpu. Known cards: {card_names()}."
-            )
         given = self.gpus
         if (
             given is None
@@ -80,6 +78,12 @@ class GpuOptions:
                 f"{place} {machines}: how many GPUs each machine has is not known. Add --gpus N or cluster.gpus_per_node=N."
             )
         count = GpuCount(given or found or 1, machines)
+        if count.total > MAX_GPUS:
+            each = f" in each of {machines:,} machines" if machines > 1 else ""
+            raise ConfigError(
+                f"{count.per_machine:,} GPUs{each}: a plan is made for at most {MAX_GPUS:,} GPUs. Lower --gpus "
+                "(cluster.gpus_per_node) or --machines (cluster.num_nodes)."
+            )
         if self.link is not None and count.total == 1:
             raise ConfigError(
                 f"--link {self.link:g}: a single GPU exchanges nothing with others. Add --gpus N, or leave it out."

@@ -68,11 +68,14 @@ def _shorter(rows: Rows) -> str:
 def _ranks(found: RunEstimate, where: str, computed: str) -> str:
     """Return "2 machines with 8 x h100-80gb each, 79.1 GiB per GPU (computed, not measured)"."""
     assert found.several is not None
-    gpus, what = found.several.gpus, "rank" if found.card is None else "GPU"
-    name = where if found.card is not None else f"ranks on {where}"
+    gpus, memory = found.several.gpus, gib(found.memory.available)
     machines = f"{gpus.machines} machines with " if gpus.machines > 1 else ""
     each = " each" if gpus.machines > 1 else ""
-    return f"{machines}{gpus.per_machine} x {name}{each}, {gib(found.memory.available)} GiB per {what}{computed}"
+    if found.card is None:
+        cpus = "their CPUs" if gpus.machines > 1 else where
+        ranks = counted(gpus.per_machine, "rank")
+        return f"{machines}{ranks}{each} on {cpus}, {memory} GiB per rank; to plan for GPUs, name a card with --gpu"
+    return f"{machines}{gpus.per_machine} x {where}{each}, {memory} GiB per GPU{computed}"
 
 
 def _memory(found: RunEstimate) -> list[tuple[str, str]]:

@@ -165,7 +165,7 @@ def suggest(planner: Planner, target: Target, bar: ProgressBar) -> tuple[Suggest
                 fitting.append(change)
                 found.append(better)
             advance(1)
-        if is_several:
+        if is_several and target.device.type == "cuda":
             found += _more_gpus(planner, target)
         found += _larger_cards(planner, target, [UNCHANGED] if found else [UNCHANGED, *changes])
         advance(1)

@@ -101,14 +101,105 @@ def test_other_time_limits_are_refused(text, message):
     assert str(refused.value) == message
 
 
-def test_options_of_the_users_replace_those_of_the_script():
-    extra = parse_extra(["--qos=high", "exclusive", "gres=gpu:a100:2", "output=my log-%j.txt", "requeue"])
+def test_other_options_of_sbatch_are_added_and_the_log_may_be_elsewhere():
+    extra = parse_extra(["--qos=high", "exclusive", "output=my log-%j.txt"])
     written = script(extra=extra)
     assert '#SBATCH --output="my log-%j.txt"' in written
     found = directives(written)
-    assert (found["qos"], found["exclusive"], found["gres"]) == ("high", "", "gpu:a100:2")
-    assert "gpus-per-node" not in found
+    assert (found["qos"], found["exclusive"], found["gpus-per-node"]) == ("high", "", "2")
     assert written.count("--requeue") == written.count('--output="my') == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "of_node"),
+    [("gpu:a100:2", None), ("gpu:2", None), ("gpu:a100:1,gpu:b200:1,nvme:4", None), ("nvme:4", "2")],
+)
+def test_gres_may_name_the_type_of_the_gpus(given, of_node):
+    found = directives(script(extra=parse_extra([f"gres={given}"])))
+    assert (found["gres"], found.get("gpus-per-node")) == (given, of_node)
+
+
+@pytest.mark.parametrize(("given", "number"), [("gpu:a100:8", "8 GPUs"), ("gpu", "1 GPU"), ("gpu:a100", "1 GPU")])
+def test_gres_with_another_number_of_gpus_is_refused(given, number):
+    with pytest.raises(ConfigError) as refused:
+        script(extra=parse_extra([f"gres={given}"]))
+    assert str(refused.value) == (
+        f"--sbatch gres asks for {number} per node, but cluster.gpus_per_node = 2. Give both the same number."
+    )
+
+
+TASKS = "the script starts one task per GPU. Set cluster.num_nodes and cluster.gpus_per_node instead."
+LIMIT = "the run must know its time limit to save before it. Use --time LIMIT instead."
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("nodes=4", "the script asks for as many nodes as the run uses. Set cluster.num_nodes instead."),
+        ("ntasks-per-node=1", TASKS),
+        ("ntasks=1", TASKS),
+        ("gpus=4", TASKS),
+        (
+            "gpus-per-node=4",
+            "the script asks for as many GPUs as the run uses. Set cluster.gpus_per_node instead; to name a type of GPU, use "
+            "--sbatch gres=gpu:TYPE:N.",
+        ),
+        ("--time=01:00:00", LIMIT),
+        ("time-min=60", LIMIT),
+        ("signal=TERM@60", "the script asks for a signal before the time limit. Use --time LIMIT instead."),
+        ("requeue", "the script contains it already. Leave it out."),
+        (
+            "no-requeue",
+            "the script requeues a job that has saved and stopped. Leave it out, and end the job with scancel.",
+        ),
+        ("job-name=x", "it has its own option. Use --job-name NAME instead."),
+        ("partition=x", "it has its own option. Use --partition NAME instead."),
+        ("account=x", "it has its own option. Use --account NAME instead."),
+    ],
+)
+def test_an_option_that_the_script_sets_is_refused_before_a_file_is_written(launch, tmp_path, given, message):
+    name = given.removeprefix("--").partition("=")[0]
+    assert launch(*BASE, "--sbatch", given) == (2, "", f"tandem: error: --sbatch {name}: {message}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_option_that_is_given_twice_is_refused():
+    with pytest.raises(ConfigError) as refused:
+        parse_extra(["qos=high", "--qos=low"])
+    assert str(refused.value) == "--sbatch qos is given twice. Leave out one of them."
+
+
+def test_a_mesh_that_the_ranks_cannot_form_is_refused_as_in_training(launch, tmp_path):
+    code, out, err = launch("cluster.num_nodes=2", *BASE, "policy.parallel.shard=3")
+    assert (code, out) == (2, "")
+    assert err == (
+        "tandem: error: policy.parallel: replicate 1 x shard 3 x context 1 needs 3 ranks, and this run has 4. Change "
+        "policy.parallel, or start another number of ranks.\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+    assert launch("cluster.num_nodes=2", *BASE, "policy.parallel.shard=4")[0] == 0
+
+
+def test_torch_is_not_imported(tmp_path):
+    code = "import sys\nfrom tandem.cli.main import main\ntry: main()\nfinally: print('torch' in sys.modules, file=sys.stderr)"
+    command = [sys.executable, "-c", code, "launch", "slurm", *BASE]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=dict(os.environ), timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "False\n")
+
+
+def test_the_script_is_not_written_into_another_folder_by_mistake(launch, tmp_path):
+    assert launch(*BASE, "--job-name", "a/b") == (
+        2,
+        "",
+        "tandem: error: --job-name 'a/b': a name, not a path. Leave out the slash; --out FILE says where the script is "
+        "written.\n",
+    )
+    assert launch(*BASE, "--out", "missing/x.sbatch") == (
+        2,
+        "",
+        "tandem: error: --out missing/x.sbatch: there is no folder missing. Create it first.\n",
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("given", ["a b=1", "=x", "Q$(x)=1", "x\ny=1", ""])
@@ -180,7 +271,7 @@ while :; do sleep 0.02; done
 
 @pytest.mark.parametrize(
     ("variable", "codes"),
-    [("SIGNAL_WHEN", [[143, 143], [0, 0]]), ("CANCEL_WHEN", [[143, 143]])],
+    [("PREEMPT_WHEN", [[143, 143], [0, 0]]), ("CANCEL_WHEN", [[143, 143]])],
     ids=["preempted", "cancelled"],
 )
 def test_a_preempted_job_is_requeued_and_a_cancelled_one_is_not(launch, tmp_path, monkeypatch, variable, codes):
@@ -191,7 +282,7 @@ def test_a_preempted_job_is_requeued_and_a_cancelled_one_is_not(launch, tmp_path
     task.write_text(TASK)
     task.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(task))
-    assert launch("--submit", "--sbatch", "signal=TERM@60", *BASE, "run.name=x")[0] == 0
+    assert launch("--submit", *BASE, "run.name=x")[0] == 0
     steps = [json.loads(line) for line in (tmp_path / "srun.jsonl").read_text().splitlines()]
     assert [step["codes"] for step in steps] == codes
 

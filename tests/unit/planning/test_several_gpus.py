@@ -11,10 +11,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from shapes import model_folder
 
 from tandem.config.keys import with_table
 from tandem.config.load import load_config
+from tandem.data.store.sets import no_bar
 from tandem.errors import ConfigError
 from tandem.model.distributed.layer_sizes import Layers
 from tandem.model.distributed.mesh import MeshShape
@@ -370,8 +372,11 @@ def test_ranks_on_a_cpu_share_the_memory_of_the_machine(monkeypatch, capsys):
     assert two.memory.available == one.memory.available // 2
     assert one.several is None and two.several is not None and two.several.efficiency is None
     said = shown(two, capsys)
-    assert "planned for  2 x ranks on the CPU of this machine, " in said
+    assert "planned for  2 ranks on the CPU of this machine, " in said
+    assert " GiB per rank; to plan for GPUs, name a card with --gpu\n" in said
     assert " GiB per rank: fits\n" in said
+    machines = planned("dpo.max_num_steps=1", gpu=None, options=GpuOptions(gpus=2, machines=2))
+    assert "planned for 2 machines with 2 ranks each on their CPUs, " in " ".join(shown(machines, capsys).split())
 
 
 # Suggestions
@@ -451,6 +456,18 @@ def test_replicas_that_do_not_fit_are_divided_and_the_command_plans_for_the_same
             "policy.parallel: replicate 1 x context 2 needs a multiple of 2 ranks, and this run has 1. Change "
             "policy.parallel, or plan for another number of GPUs (--gpus N, --machines N).",
         ),
+        (
+            [],
+            {"gpus": 100000, "machines": 1000},
+            "100,000 GPUs in each of 1,000 machines: a plan is made for at most 16,384 GPUs. Lower --gpus "
+            "(cluster.gpus_per_node) or --machines (cluster.num_nodes).",
+        ),
+        (
+            ["cluster.gpus_per_node=16385"],
+            {},
+            "16,385 GPUs: a plan is made for at most 16,384 GPUs. Lower --gpus (cluster.gpus_per_node) or --machines "
+            "(cluster.num_nodes).",
+        ),
     ],
 )
 def test_bad_numbers_of_gpus_are_refused(overrides, options, message):
@@ -459,13 +476,31 @@ def test_bad_numbers_of_gpus_are_refused(overrides, options, message):
     assert str(refused.value) == message
 
 
-def test_a_number_of_gpus_needs_a_gpu(monkeypatch):
+def test_without_a_gpu_the_option_and_the_key_plan_for_ranks_on_the_cpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError) as refused:
-        planned(gpu=None, options=EIGHT)
-    assert str(refused.value) == (
-        "--gpus 8: this machine has no GPU to plan for. Name a card with --gpu. Known cards: " + ", ".join(TABLE) + "."
-    )
+    short = "dpo.max_num_steps=1"
+    key = planned("cluster.gpus_per_node=2", short, gpu=None)
+    for option in (
+        planned(short, gpu=None, options=GpuOptions(gpus=2)),
+        planned(short, gpu=None, options=GpuOptions(2, 1)),
+    ):
+        assert option.several is not None and key.several is not None
+        assert option.several.gpus == key.several.gpus == GpuCount(2)
+        assert option.memory.available == key.memory.available
+
+
+def test_more_ranks_on_cpus_are_not_suggested_as_gpus(monkeypatch):
+    """They would share the memory of the machine."""
+    cpu = replace(find_target("l4-24gb"), device=torch.device("cpu"), card=None, is_here=True, gpus=GpuCount(2))
+    tried = []
+    monkeypatch.setattr(suggestions, "_more_gpus", lambda planner, target: tried.append(target.device.type) or [])
+    monkeypatch.setattr(suggestions, "_larger_cards", lambda *_: [])
+    monkeypatch.setattr(suggestions, "_shorter_rows", lambda *_: [])
+    monkeypatch.setattr(suggestions, "_fitting", lambda *_: None)
+    planner = SimpleNamespace(inputs=SimpleNamespace(config=load_config(None, DATA).config))
+    for target in (cpu, replace(cpu, device=torch.device("cuda"))):
+        assert suggestions.suggest(planner, target, no_bar) == ()
+    assert tried == ["cuda"]
 
 
 def test_context_that_the_heads_do_not_allow_is_refused_as_in_training(model):
