@@ -4,12 +4,14 @@ Ray alone would wait for minutes, or forever, for a cluster that does not answer
 """
 
 import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from tandem.errors import MachineError
+from tandem.errors import MachineError, Terminated
 from tandem.terminal.streams import print_error
 
 ADDRESS = "RAY_ADDRESS"
@@ -23,23 +25,34 @@ def connect() -> None:
 
     Raise MachineError if no cluster answers at RAY_ADDRESS.
     """
-    import ray  # pyright: ignore[reportMissingImports]
     import ray.util  # pyright: ignore[reportMissingImports]
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     address = os.environ.get(ADDRESS, "")
     if address not in ("", "auto", "local"):
         check_address(address, this_machine=ray.util.get_node_ip_address())
     if address != "local":
         try:
             with _limited(address):
-                ray.init(address="auto", **quiet)
+                _init(address="auto")
             return
         except ConnectionError:
             if address not in ("", "auto"):
                 raise MachineError(_no_answer(address)) from None
-    ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
+    _init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1")
+
+
+def _init(**options: Any) -> None:
+    """Call ray.init. It replaces the handler of SIGTERM by one that ends the process without a message."""
+    import ray  # pyright: ignore[reportMissingImports]
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(log_to_driver=False, logging_level="ERROR", **options)
+    except SystemExit:
+        raise Terminated from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def check_address(address: str, this_machine: str = "127.0.0.1") -> None:

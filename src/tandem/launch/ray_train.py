@@ -128,7 +128,10 @@ class _Config(TorchConfig):
         return nullcontext
 
 
-class _LostWorkers(getattr(ray.train, "UserCallback", object)):  # missing in versions of Ray Train before its second
+_Callback: Any = getattr(ray.train, "UserCallback", object)  # the first version of Ray Train does not have it
+
+
+class _LostWorkers(_Callback):
     """Tells the relay which workers were lost: a worker that is killed, or whose machine fails, cannot report it."""
 
     def __init__(self, relay: Any):
