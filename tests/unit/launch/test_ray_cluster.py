@@ -90,6 +90,13 @@ def test_no_cluster_is_started_instead_of_the_one_of_the_address(fake_ray, monke
     assert fake_ray.addresses == ["auto"]
 
 
+def test_an_address_is_checked_before_ray_waits_for_it(fake_ray, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    with pytest.raises(MachineError, match="not the address of a Ray cluster"):
+        connect()
+    assert fake_ray.addresses == []
+
+
 def test_sigterm_is_reported_although_ray_replaces_its_handler(fake_ray, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "local")
     before = signal.getsignal(signal.SIGTERM)
