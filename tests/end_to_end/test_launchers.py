@@ -248,3 +248,30 @@ def test_ray_starts_the_ranks_again_after_one_was_killed(local, tmp_path):
     assert shown(out).startswith(beginning)  # the same output, whichever way
     assert shown(out).endswith(end.partition("step 12/12")[2])
     assert layout(tmp_path) == layout(folder)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+@pytest.mark.slow
+def test_ctrl_c_under_ray_saves_and_stops_and_a_lost_worker_is_named(local, tmp_path):
+    arguments = ["train", *SETTINGS, "cluster.launcher=ray"]
+    process = start(tmp_path, *arguments)
+    wait_for(tmp_path / "run/checkpoints/step_2", process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 130, out + err
+    assert err == (
+        "tandem: stopping after the current step is finished and saved. A second signal stops at once.\n"
+        "tandem: stopped by SIGINT\n"
+    )
+    saved = max(int(place.name[5:]) for place in (tmp_path / "run/checkpoints").glob("step_*"))
+    assert f"run/checkpoints/step_{saved} is saved; the same command resumes from it." in out
+
+    process = start(tmp_path, *arguments)
+    wait_for(tmp_path / f"run/checkpoints/step_{saved // 2 * 2 + 2}", process)
+    status = Path(f"/proc/{rank_of(1, tmp_path)}/status").read_text()
+    os.kill(int(status.partition("PPid:")[2].split()[0]), signal.SIGKILL)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, out + err
+    assert err == "tandem: the Ray worker of rank 1 was lost. Ray Train starts all ranks again.\n"
+    folder, _ = local
+    assert metrics_of(tmp_path / "run") == metrics_of(folder / "run")

@@ -9,6 +9,7 @@ import signal
 import threading
 
 from tandem.isolation import LAUNCHER
+from tandem.training.run.stopping import SIGNALS
 
 
 def stop_with_parent(number: int = signal.SIGTERM) -> None:
@@ -22,7 +23,13 @@ def stop_with_parent(number: int = signal.SIGTERM) -> None:
     threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
+def receive_signals() -> None:
+    """Unblock the signals that stop a run. Ray blocks SIGINT in its workers, and child processes inherit that."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
 if __name__ == "__main__":
+    receive_signals()
     # Ray restarts all ranks at once when it has lost one of them: an old rank must not hold the run directory any longer.
     stop_with_parent(signal.SIGKILL if os.environ.get(LAUNCHER) == "ray" else signal.SIGTERM)
     runpy.run_module("tandem", run_name="__main__", alter_sys=True)

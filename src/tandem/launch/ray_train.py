@@ -4,6 +4,7 @@ A rank is a child process, not a thread of the worker, so that signals, exit cod
 """
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import ray  # pyright: ignore[reportMissingImports]
+import ray.exceptions  # pyright: ignore[reportMissingImports]
 import ray.train  # pyright: ignore[reportMissingImports]
 import ray.util  # pyright: ignore[reportMissingImports]
 from ray.train.backend import Backend  # pyright: ignore[reportMissingImports]
@@ -29,9 +31,12 @@ from tandem.errors import LOST_RANK_EXIT_CODE, MachineError, StoppedError, Tande
 from tandem.isolation import GPU_INDEX, LAUNCHER, NO_TELEMETRY, SAFE_PATH
 from tandem.launch.choose import num_ray_ranks
 from tandem.launch.local import COMMAND, FAILURE_SECONDS, POLL_SECONDS, RESUME, raise_outcome
+from tandem.launch.ray_cluster import connect
 from tandem.training.run.stopping import SIGNALS
 
 MAX_RESTARTS = 3
+# How ranks begin an error, and how those after the first name themselves in it.
+ERROR, OF_RANK = b"tandem: error: ", re.compile(rb"^rank \d+ on \S+: ")
 REPORT_SECONDS = 5.0  # how long a rank that lost another one waits for that one's report
 # Beginnings of the names of variables that ranks get from the process that starts them. Others are those of Ray's workers.
 FORWARDED = ("TANDEM_", "HF_", "WANDB_", "MLFLOW_", "NCCL_", "GLOO_", "TOKENIZERS_", "OMP_", "PYTHONPATH")
@@ -54,6 +59,7 @@ class _Relay:
         self._signal: int | None = None
         self._codes: dict[int, int] = {}
         self._lost = ""
+        self._errors: set[bytes] = set()  # messages, without the names of ranks
         self._num_starts = 0
 
     def started(self, number: int) -> dict[str, str]:
@@ -63,11 +69,18 @@ class _Relay:
             if self._num_starts > 1:
                 text = f"tandem: {self._lost or 'a rank was lost'}. Ray Train starts all ranks again."
                 self._output.append((2, f"{text}\n".encode()))
-            self._codes, self._lost = {}, ""
+            self._codes, self._lost, self._errors = {}, "", set()
         return self._environment
 
-    def write(self, stream: int, text: bytes) -> None:
-        self._output.append((stream, text))
+    def write(self, stream: int, line: bytes) -> bool:
+        """Called for each line that a rank prints. Return False if it is an error that another rank has reported."""
+        if line.startswith(ERROR):
+            message = OF_RANK.sub(b"", line.removeprefix(ERROR))
+            if message in self._errors:
+                return False
+            self._errors.add(message)
+        self._output.append((stream, line))
+        return True
 
     def read(self) -> list[tuple[int, bytes]]:
         """Return what ranks have printed since the last call, with the number of the stream."""
@@ -115,6 +128,33 @@ class _Config(TorchConfig):
         return nullcontext
 
 
+_Callback: Any = getattr(ray.train, "UserCallback", object)  # the first version of Ray Train does not have it
+
+
+class _LostWorkers(_Callback):
+    """Tells the relay which workers were lost: a worker that is killed, or whose machine fails, cannot report it."""
+
+    def __init__(self, relay: Any):
+        self._relay = relay
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        lost = [number for number, error in worker_exceptions.items() if _is_lost_worker(error)]
+        if lost:
+            self._relay.lost.remote(lost_workers(lost))
+
+
+def _is_lost_worker(error: BaseException | None) -> bool:
+    """Whether Ray Train reports with this error that a worker has ended, not that its function has raised an error."""
+    causes = (error, getattr(error, "health_check_failure", None), error.__cause__ if error is not None else None)
+    return any(isinstance(one, ray.exceptions.RayActorError) for one in causes)
+
+
+def lost_workers(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"the Ray worker of rank {numbers[0]} was lost"
+    return f"the Ray workers of ranks {', '.join(map(str, sorted(numbers)))} were lost"
+
+
 def _set_variables(variables: dict[str, str]) -> None:
     os.environ.update(variables)
 
@@ -130,7 +170,7 @@ def train_with_ray(arguments: Sequence[str], cluster: Cluster) -> None:
     If a rank is lost, Ray Train starts all ranks again, and they resume from the newest checkpoint. Raises the errors of
     `tandem.launch.local.train_on_ranks`.
     """
-    _connect()
+    connect()
     folder = tempfile.mkdtemp(prefix="tandem-ray-")  # Ray Train insists on a folder; it writes nothing that a run needs
     try:
         num_workers, on_gpus = num_ray_ranks(cluster, [one["Resources"] for one in ray.nodes() if one["Alive"]])
@@ -145,27 +185,15 @@ def train_with_ray(arguments: Sequence[str], cluster: Cluster) -> None:
                 num_workers=num_workers, use_gpu=on_gpus, resources_per_worker=resources
             ),
             run_config=ray.train.RunConfig(
-                storage_path=folder, failure_config=ray.train.FailureConfig(max_failures=MAX_RESTARTS)
+                storage_path=folder,
+                failure_config=ray.train.FailureConfig(max_failures=MAX_RESTARTS),
+                callbacks=[_LostWorkers(relay)] if hasattr(ray.train, "UserCallback") else None,
             ),
         )
         _Driver(trainer, relay, num_workers).run()
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _connect() -> None:
-    """Connect to the running Ray cluster of this machine or of RAY_ADDRESS. Without one, start a cluster on this machine."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
-    try:
-        ray.init(address="auto", **quiet)
-    except ConnectionError:
-        if "RAY_ADDRESS" in os.environ:
-            raise MachineError(
-                f"RAY_ADDRESS = {os.environ['RAY_ADDRESS']}: no Ray cluster answers there. Start it, or unset the variable."
-            ) from None
-        ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
 
 
 class _Driver:
@@ -282,10 +310,11 @@ def _variables() -> dict[str, str]:
 
 
 def _forward(pipe: IO[bytes], stream: int, relay: Any) -> None:
-    """Send everything that a rank prints to the driver, by lines."""
+    """Send everything that a rank prints to the driver, by lines. An error that another rank has reported ends it."""
     with suppress(Exception):  # the driver may be gone: the rank goes on, as after a closed pipe
         for line in pipe:
-            ray.get(relay.write.remote(stream, line))
+            if not ray.get(relay.write.remote(stream, line)):
+                break  # the lines that follow are of the same message
     for _ in pipe:
         pass
 
