@@ -103,7 +103,8 @@ def train(
     if launcher == "ray":
         from tandem.launch.ray_train import train_with_ray
 
-        train_with_ray(_restartable(context.meta[ARGUMENTS], loaded, fresh=fresh), loaded.config.cluster)
+        arguments = _restartable(context.meta[ARGUMENTS], loaded, fresh=fresh)
+        train_with_ray(arguments, loaded.config.cluster, loaded.config.policy.parallel)
         return
     verbosity: Verbosity = "quiet" if silent else "verbose" if verbose else "normal"
     with reading_ahead(loaded.config):

@@ -27,11 +27,13 @@ from ray.train.backend import Backend  # pyright: ignore[reportMissingImports]
 from ray.train.torch import TorchConfig, TorchTrainer  # pyright: ignore[reportMissingImports]
 
 from tandem.config.sections.cluster import Cluster
+from tandem.config.sections.parallel import Parallel
 from tandem.errors import LOST_RANK_EXIT_CODE, MachineError, StoppedError, TandemError
 from tandem.isolation import GPU_INDEX, LAUNCHER, NO_TELEMETRY, SAFE_PATH
 from tandem.launch.choose import num_ray_ranks
 from tandem.launch.local import COMMAND, FAILURE_SECONDS, POLL_SECONDS, RESUME, raise_outcome
 from tandem.launch.ray_cluster import connect
+from tandem.model.distributed.mesh import mesh_shape
 from tandem.training.run.stopping import SIGNALS
 
 MAX_RESTARTS = 3
@@ -164,7 +166,7 @@ def _free_port(address: str) -> int:
         return free.getsockname()[1]
 
 
-def train_with_ray(arguments: Sequence[str], cluster: Cluster) -> None:
+def train_with_ray(arguments: Sequence[str], cluster: Cluster, parallel: Parallel) -> None:
     """Run `tandem` with these arguments on the workers of Ray Train, on the running Ray cluster or on this machine.
 
     If a rank is lost, Ray Train starts all ranks again, and they resume from the newest checkpoint. Raises the errors of
@@ -174,6 +176,7 @@ def train_with_ray(arguments: Sequence[str], cluster: Cluster) -> None:
     folder = tempfile.mkdtemp(prefix="tandem-ray-")  # Ray Train insists on a folder; it writes nothing that a run needs
     try:
         num_workers, on_gpus = num_ray_ranks(cluster, [one["Resources"] for one in ray.nodes() if one["Alive"]])
+        mesh_shape(parallel, num_workers)
         environment = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
         relay = ray.remote(num_cpus=0)(_Relay).remote(environment)
         resources = {"CPU": 1.0, "GPU": 1.0} if on_gpus else {"CPU": 1.0}
