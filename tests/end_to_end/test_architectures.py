@@ -58,7 +58,7 @@ def test_packing_an_unsupported_recurrent_model_is_refused_before_weights_load(t
     with pytest.raises(ConfigError) as refused:
         short_run(tmp_path / "run", *OVERRIDES, few_pairs(tmp_path), f"policy.model_name={model}")
     assert str(refused.value) == (
-        f"policy.model_name = {model}: its recurrent layers (linear_attention) carry state along a row, so packed "
+        f"policy.model_name = {model}: its recurrent layers (mamba) carry state along a row, so packed "
         "sequences would leak into each other. Train it unpacked: policy.packing.mode=none."
     )
 
